@@ -1,12 +1,14 @@
 """Callback that prints a short description of a run before its first batch."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
@@ -19,6 +21,9 @@ from cnnstrategies.models.samples import samples_of
 from cnnstrategies.strategies.predicted_memory import predicted_peaks
 from cnnstrategies.strategies.protocol import facts_of
 
+if TYPE_CHECKING:
+    from cnnstrategies.planning.memory import PeakMemory
+
 PARTS = {
     TrainerFn.FITTING: "train",
     TrainerFn.VALIDATING: "val",
@@ -26,6 +31,8 @@ PARTS = {
     TrainerFn.PREDICTING: "predict",
 }
 Row = tuple[str, str]
+STEPS = 20  # Batches after which the real peak memory is compared with the predicted one.
+DIFFERENT = 0.15  # Difference of the two peaks, as a fraction of the predicted one, from which a line is printed.
 
 
 class StartPanel(Callback):
@@ -37,10 +44,15 @@ class StartPanel(Callback):
     validation, test and prediction have fewer lines.
 
     The strategy describes itself in its :class:`~cnnstrategies.strategies.protocol.StrategyFacts`.
+
+    After 20 batches on a GPU, rank 0 prints a line if its peak memory, as torch's allocator has counted it, differs
+    from the predicted one by more than 15 %. On a CPU there is no such counter, and nothing is printed.
     """
 
     def __init__(self) -> None:
         self._before = (0, 0)  # Result of `count_parameters` before the strategy's set-up.
+        self._batches = 0  # Number of training batches since the panel.
+        self._predicted = 0  # Predicted peak memory of rank 0 in bytes; 0 if it is not known.
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -49,7 +61,18 @@ class StartPanel(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._batches = self._predicted = 0
         self._print("Training", trainer, pl_module, trainer.train_dataloader)
+        if self._predicted and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._batches += 1
+        if self._batches == STEPS and self._predicted and trainer.strategy.root_device.type == "cuda":
+            line = compared_peaks(self._predicted, torch.cuda.max_memory_allocated(trainer.strategy.root_device))
+            if line is not None:
+                rank_zero_info(line)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,6 +91,14 @@ class StartPanel(Callback):
         if trainer.is_global_zero:
             print_table(title, self._rows(trainer, module, loader))
 
+    def _memory(self, trainer: Trainer, size: int | None) -> list[Row]:
+        """Return the panel's row with the predicted peak memory, if it is known."""
+        peaks = predicted_peaks(trainer, size)
+        if not peaks:
+            return []
+        self._predicted = peaks[0].total
+        return [memory_row(peaks)]
+
     def _rows(self, trainer: Trainer, module: LightningModule, loader: Any) -> list[Row]:
         facts, training = facts_of(trainer.strategy), trainer.state.fn == TrainerFn.FITTING
         size = samples_of(loader, getattr(trainer, "datamodule", None))
@@ -78,7 +109,7 @@ class StartPanel(Callback):
             *images(trainer),
             training_batch(trainer, size) if training else evaluation_batch(trainer, size, first),
             *facts.panel_rows(size_of_share(trainer, size, first)),
-            *(memory(trainer, size_of_share(trainer, size, first)) if training else []),
+            *(self._memory(trainer, size_of_share(trainer, size, first)) if training else []),
             ("parameters", parameters(trainer, whole_network(trainer, module, self._before))),
             ("precision", precision(trainer, module)),
         ]
@@ -237,22 +268,34 @@ def _processes(trainer: Trainer, count: int) -> str:
     return "processes" if count == trainer.world_size else "loading processes"
 
 
-def memory(trainer: Trainer, size: int | None) -> list[Row]:
-    """Return the panel's row with the predicted peak memory of the fullest device, if it is known.
-
-    Args:
-        trainer: The trainer.
-        size: Number of samples in one process's batch, or None if it is not known.
-    """
-    peaks = predicted_peaks(trainer, size)
-    if not peaks:
-        return []
+def memory_row(peaks: "Sequence[PeakMemory]") -> Row:
+    """Return the panel's row with the predicted peak memory of the devices, and the parts of the largest peak."""
     totals = [peak.total for peak in peaks]
     fullest = peaks[totals.index(max(totals))]
-    least, most = f"{min(totals) / 1e6:,.0f}", f"{max(totals) / 1e6:,.0f}"
-    text = f"{most} MB" if least == most else f"{least} to {most} MB, the largest"
-    parts = ", ".join(f"{name} {bytes_ / 1e6:,.0f}" for name, bytes_ in fullest.parts().items() if bytes_ >= 5e5)
-    return [("memory", f"{text} at most, as predicted{f': {parts}' if parts else ''}")]
+    decimals = 0 if fullest.total >= 2e7 else 1
+
+    def megabytes(size: int) -> str:
+        return f"{size / 1e6:,.{decimals}f}"
+
+    least, most = megabytes(min(totals)), megabytes(max(totals))
+    text = f"{most} MB" if least == most else f"{least} to {most} MB; {most}"
+    parts = [f"{name} {megabytes(size)}" for name, size in fullest.parts().items() if size >= 5e5 / 10**decimals]
+    return "memory", f"{text} = {', '.join(parts)}; predicted"
+
+
+def compared_peaks(predicted: int, real: int) -> str | None:
+    """Return a line if a real peak differs much from the predicted one; None otherwise.
+
+    Args:
+        predicted: Predicted peak memory in bytes.
+        real: Real peak memory in bytes; 0 if the device does not count it.
+    """
+    if not real or abs(real - predicted) <= DIFFERENT * predicted:
+        return None
+    return (
+        f"Peak memory of rank 0 after {STEPS} batches: {real / 1e6:,.0f} MB, {abs(real / predicted - 1):.0%} "
+        f"{'more' if real > predicted else 'less'} than the predicted {predicted / 1e6:,.0f} MB"
+    )
 
 
 def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:

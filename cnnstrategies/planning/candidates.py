@@ -10,7 +10,7 @@ from typing import Any, Literal
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Profile
-from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory, State, Update, largest
+from cnnstrategies.planning.memory import NO_UPDATE, OptimizerMemory, PeakMemory, Update, largest
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
@@ -67,9 +67,9 @@ class Job:
             raise ConfigurationError(f"batch_size={self.samples}: a step needs at least 1 sample; give a larger number")
 
     @property
-    def state(self) -> State:
+    def state(self) -> OptimizerMemory:
         """Size of the optimizer's state and of its update."""
-        return State(max(0, self.state_copies - 2), self.update)
+        return OptimizerMemory(max(0, self.state_copies - 2), self.update)
 
     @property
     def memory(self) -> int | None:

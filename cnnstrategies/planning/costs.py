@@ -49,12 +49,12 @@ class NodeCost:
 
         In the backward, the gradients of parameters do not depend on the batch.
         """
-        own = min(self.trained_bytes, self.backward_bytes)
+        gradients = min(self.trained_bytes, self.backward_bytes)
         return replace(
             self,
             saved_bytes=round(self.saved_bytes * factor),
             forward_bytes=round(self.forward_bytes * factor),
-            backward_bytes=own + round((self.backward_bytes - own) * factor),
+            backward_bytes=gradients + round((self.backward_bytes - gradients) * factor),
         )
 
 

@@ -23,7 +23,7 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # two measured sizes.
 SMALLER = 4
 BUDGET = 6.0  # Seconds that the measurement of the large batch may take. If it would take longer, the batch is smaller.
-SMALL_PARAMETERS = 10  # Number of parameters with which the memory of an update is measured.
+SMALL_PARAMETERS = 10  # Number of layers with which the memory of an update is measured.
 USUAL_STATES = 2  # Size of Adam's state as a multiple of the parameters' size.
 
 
@@ -113,7 +113,9 @@ def update_of(optimizer: Optimizer, device: torch.device) -> Update:
         optimizer: The optimizer.
         device: Device of the training.
     """
-    parameters = [_small_parameter(device) for _ in range(SMALL_PARAMETERS)]
+    # A tensor of one parameter's update may exist until that of the next parameter. Layers with many weights alternate
+    # with small parameters, such as biases, in a network and so here.
+    parameters = [_small_parameter(device, side) for side in (64, 1) * SMALL_PARAMETERS]
     try:
         small_optimizer = _like(optimizer, parameters)
         small_optimizer.step()
@@ -128,8 +130,8 @@ def update_of(optimizer: Optimizer, device: torch.device) -> Update:
     return Update(of_largest=round(copies))
 
 
-def _small_parameter(device: torch.device) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(torch.zeros(64, 64, device=device))
+def _small_parameter(device: torch.device, side: int = 64) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(side, side, device=device))
     parameter.grad = torch.ones_like(parameter)
     return parameter
 

@@ -33,6 +33,8 @@ UNDISTURBED = 0.002
 TOGETHER = {"cpu": 64 * 2**20}
 TOGETHER_ON_ACCELERATORS = 512 * 2**20
 
+CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+
 Times = tuple[float, float]  # Seconds of a forward and of a backward.
 
 
@@ -204,10 +206,13 @@ class _Walk:
         self.sizes[node] = (sum(tensor.nbytes for tensor in tensors), sum(root.nbytes for root in roots))
         for producer, size in self._storages.saved(node, saved, state, aliases):
             self.saved_bytes[producer] += size
+        workspace = self._workspace(node)
         # The gradients of the results are those from which the backward starts.
         self.work_bytes[node] = (
-            in_forward.most + self._storages.not_saved(kept for source in inputs for kept in self._of(source)),
-            max(0, in_backward.most - self.sizes[node][1]),
+            in_forward.most
+            + self._storages.not_saved(kept for source in inputs for kept in self._of(source))
+            + workspace,
+            max(0, in_backward.most - self.sizes[node][1]) + workspace,
         )
         if self._users[node]:
             place = None if self._apart_on is None else CPU
@@ -216,6 +221,16 @@ class _Walk:
         self._storages.forget_others()
         gradients = sum(p.nbytes for p in self._state_of(node, inputs) if isinstance(p, nn.Parameter))
         return self.sizes[node][0] + sum(saved.values()) + gradients
+
+    def _workspace(self, node: fx.Node) -> int:
+        """Return the bytes that a node's operations allocate and free inside themselves, if no allocator counts them.
+
+        On a CPU a convolution copies its weights into the order in which oneDNN needs them.
+        """
+        if node.op != "call_module" or self._device.type not in ("cpu", "meta"):
+            return 0
+        layers = self._traced.get_submodule(str(node.target)).modules()
+        return max((layer.weight.nbytes for layer in layers if isinstance(layer, CONVOLUTIONS)), default=0)
 
     def _of(self, source: fx.Node) -> list[Tensor]:
         """Return the tensors of a kept result."""

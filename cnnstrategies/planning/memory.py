@@ -15,6 +15,9 @@ from cnnstrategies.planning.costs import GraphCosts, format_bytes
 # begun before their tasks, and gradients that are being sent; see `AHEAD` and `MOST_GRADIENT_SENDS` in
 # `pipeline.channels`, which imports torch.
 RECEIVES_AHEAD, GRADIENT_SENDS = 4, 2
+# The largest slice of a parameter server with several parameters, and the least number of slices of a server; see
+# `paramserver.slicing`, which imports torch.
+SHARED_BYTES, SLICES_OF_A_SERVER = 2**18, 4
 # The loss of a batch holds the network's result and a tensor of this size that it saves, such as the logarithms of
 # probabilities; in the backward also the gradient of one of them.
 LOSS_TENSORS = 2
@@ -84,7 +87,7 @@ NO_UPDATE = Update()
 
 
 @dataclass(frozen=True)
-class State:
+class OptimizerMemory:
     """Memory of an optimizer.
 
     Attributes:
@@ -96,7 +99,9 @@ class State:
     update: Update = NO_UPDATE
 
 
-NO_STATE = State(0)  # Workers of parameter servers keep no optimizer state, because the servers update the parameters.
+NO_STATE = OptimizerMemory(
+    0
+)  # Workers of parameter servers keep no optimizer state, because the servers update the parameters.
 
 
 @dataclass(frozen=True)
@@ -153,8 +158,8 @@ def part_memory(costs: GraphCosts, start: int, end: int) -> PartMemory:
         node, before = costs.nodes[index], saved_before[index - start]
         work = costs.flowing_gradient_bytes[index] + node.backward_bytes
         adding = max(adding, Moment(before + node.saved_bytes, 0, work), key=_sum)
-        own = min(node.trained_bytes, node.backward_bytes)  # Gradients of this node's own parameters.
-        backward = max(backward, Moment(before + node.saved_bytes, gradients + own, work - own), key=_sum)
+        new = min(node.trained_bytes, node.backward_bytes)  # Gradients of this node's parameters.
+        backward = max(backward, Moment(before + node.saved_bytes, gradients + new, work - new), key=_sum)
         gradients += node.trained_bytes
         backward = max(backward, Moment(before, gradients, 0), key=_sum)
     return PartMemory(
@@ -168,11 +173,27 @@ def part_memory(costs: GraphCosts, start: int, end: int) -> PartMemory:
     )
 
 
+def shared_slices(costs: GraphCosts, servers: int) -> int:
+    """Return the bytes of the slices in which a parameter server's worker gathers the gradients of small parameters.
+
+    Gradients of large parameters are pushed from where they are.
+
+    Args:
+        costs: Costs of the network.
+        servers: Number of servers.
+    """
+    sizes = [node.trained_bytes for node in costs.nodes]
+    most = min(SHARED_BYTES, sum(sizes) // (SLICES_OF_A_SERVER * servers))
+    return sum(size for size in sizes if size <= most)
+
+
 def _sum(moment: Moment) -> int:
     return moment.activations + moment.gradients + moment.workspaces
 
 
-def replica_peak(costs: GraphCosts, state: State, batches: int = 1, buckets: float = 0.0) -> PeakMemory:
+def replica_peak(
+    costs: GraphCosts, state: OptimizerMemory, batches: int = 1, buckets: float = 0.0, shared: int = 0
+) -> PeakMemory:
     """Return the peak of a device that trains the whole network, on the samples of ``costs``.
 
     Args:
@@ -180,12 +201,13 @@ def replica_peak(costs: GraphCosts, state: State, batches: int = 1, buckets: flo
         state: Size of the training state.
         batches: Number of batches whose gradients are accumulated for a step.
         buckets: Size of the buffers from which gradients are sent, as a multiple of the gradients' size.
+        shared: Bytes of other buffers of messages, see :func:`shared_slices`.
     """
     part = part_memory(costs, 0, len(costs.nodes))
     held = PeakMemory(
         parameters=part.parameters,
         optimizer=state.copies * part.gradients,
-        messages=round(buckets * part.gradients),
+        messages=round(buckets * part.gradients) + shared,
         images=costs.input_bytes,
         framework=costs.framework_bytes,
     )
@@ -219,7 +241,7 @@ class StageLoad:
     """The microbatches of a device in a step.
 
     Attributes:
-        own: Number of microbatches that the device runs.
+        count: Number of microbatches that the device runs.
         held: Largest number of microbatches whose inputs the device holds at once.
         kept: Largest number of microbatches whose activations the device holds at once.
         interleaved: Whether backwards run between forwards, as in the order 1F1B.
@@ -228,7 +250,7 @@ class StageLoad:
         outputs: Bytes of the results and of the loss's tensors that the device holds.
     """
 
-    own: int
+    count: int
     held: int
     kept: int
     interleaved: bool
@@ -238,7 +260,7 @@ class StageLoad:
 
 
 def stage_peak(
-    part: PartMemory, traffic: StageTraffic, load: StageLoad, state: State, framework: int = 0
+    part: PartMemory, traffic: StageTraffic, load: StageLoad, state: OptimizerMemory, framework: int = 0
 ) -> PeakMemory:
     """Return the peak of a device that runs a stage of a pipeline.
 
@@ -259,7 +281,7 @@ def stage_peak(
         outputs=load.outputs,
         framework=framework,
     )
-    last_step, sums = part.gradients, part.gradients if load.own > 1 else 0
+    last_step, sums = part.gradients, part.gradients if load.count > 1 else 0
     inputs, others = load.held * traffic.received, max(0, load.kept - 1)
     before = last_step if load.interleaved else 0
     phases = [
@@ -267,15 +289,15 @@ def stage_peak(
         _at(
             held,
             part.forward,
-            last_step + (sums if load.interleaved and load.own > load.kept else 0),
+            last_step + (sums if load.interleaved and load.count > load.kept else 0),
             inputs + others * part.saved,
         ),
         # The first backward.
         _at(held, part.backward, before, inputs + others * part.saved, messages=_messages(traffic, others)),
     ]
-    if load.own > 1:
+    if load.count > 1:
         # A later backward, whose gradients are added to the sums tensor by tensor.
-        if not load.interleaved or load.own <= load.kept:
+        if not load.interleaved or load.count <= load.kept:
             inputs, others = inputs - traffic.received, max(0, others - 1)
         moment = replace(part.backward, workspaces=max(part.backward.workspaces, part.largest_layer))
         phases.append(
@@ -305,6 +327,6 @@ def _at(
     )
 
 
-def _update(held: PeakMemory, part: PartMemory, state: State) -> PeakMemory:
+def _update(held: PeakMemory, part: PartMemory, state: OptimizerMemory) -> PeakMemory:
     work = state.update.of_all * part.gradients + state.update.of_largest * part.largest_layer
     return replace(held, gradients=part.gradients, workspaces=round(work), outputs=0)

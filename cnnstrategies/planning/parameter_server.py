@@ -11,7 +11,7 @@ from typing import Any
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
-from cnnstrategies.planning.memory import NO_STATE, replica_peak
+from cnnstrategies.planning.memory import NO_STATE, PeakMemory, replica_peak, shared_slices
 
 PART = 2**22  # Largest size of a message in bytes. The values of a larger layer are sent in several messages.
 STALENESS = 2  # Staleness in the mode ssp. The recipe `parameter_server_ssp` has the same value.
@@ -52,7 +52,8 @@ class ParameterServer:
         # slowest worker.
         bounded = max(free, mean.time / min(job.cluster.speeds))
         dealt = job.dealt(
-            lambda counts: self._synchronous(counts)[0], lambda count: replica_peak(job.profile.at(count), NO_STATE)
+            lambda counts: self._synchronous(counts)[0],
+            self._peak,
         )
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
             ("parameter_server", {}, equal, *self._synchronous(equal)),
@@ -68,9 +69,14 @@ class ParameterServer:
                 effect=Effect.LEARNING if learns else Effect.ROUNDING,
                 step=step,
                 sent_bytes=round(2 * self.workers * mean.parameter_bytes * self.leaving),
-                peaks=tuple(replica_peak(job.profile.at(count), NO_STATE) for count in counts),
+                peaks=tuple(map(self._peak, counts)),
                 bottleneck=bottleneck,
             )
+
+    def _peak(self, count: int) -> PeakMemory:
+        """Return the peak memory of a worker from the number of its samples."""
+        profile = self.job.profile
+        return replica_peak(profile.at(count), NO_STATE, shared=shared_slices(profile.costs, self.servers))
 
     def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
         """Return the seconds of a synchronous step, and the bottleneck.

@@ -137,14 +137,14 @@ class Problem:
         if (start, end) not in self._parts:
             self._parts[start, end] = part_memory(self.costs, start, end)
         held = self.flights(layout.replicas, stage, run_ahead)
-        own = max(self.dealt(sum(layout.replicas[:stage]), replicas))
+        count = max(self.dealt(sum(layout.replicas[:stage]), replicas))
         load = StageLoad(
-            own=own,
+            count=count,
             held=held,
             kept=self.kept(held),
             interleaved=self.job.schedule == "1f1b",
             replicas=replicas,
-            images=0 if stage else own * self.costs.input_bytes,
+            images=0 if stage else count * self.costs.input_bytes,
             # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and
             # its gradient.
             outputs=3 * self.microbatches * self.costs.output_bytes if stage == len(layout.replicas) - 1 else 0,

@@ -24,8 +24,6 @@ import contextlib
 import ctypes
 import gc
 
-import torch
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # These constants are from glibc's malloc.h.
 _LARGEST_STEP = 32 << 20  # Largest value in bytes that glibc accepts for M_MMAP_THRESHOLD.
 
@@ -54,6 +52,10 @@ def reuse_freed_memory() -> None:
     When a large block is freed, glibc raises its thresholds: from then on it takes blocks up to this size from the
     heap, and keeps up to twice as much free memory in the heap. In training this happens when the first large
     activation is freed. This function makes it happen at once: it allocates and frees a large block. The block does not
-    use physical memory, because nothing is written to it.
+    use physical memory, because nothing is written to it. It is not a tensor, so torch's allocator does not count it.
     """
-    torch.empty(_LARGEST_STEP - (1 << 20), dtype=torch.uint8)
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+        library.free.argtypes = [ctypes.c_void_p]
+        library.free(library.malloc(_LARGEST_STEP - (1 << 20)))

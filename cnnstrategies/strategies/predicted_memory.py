@@ -1,21 +1,19 @@
 """The predicted peak memory of a rank, for the start panel."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from cnnstrategies.pipeline.leaf_tracer import network_inputs
+from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.tracing import seals, trace_open
 from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
-from cnnstrategies.planning.measure_bytes import bytes_of
-from cnnstrategies.planning.memory import NO_STATE, PeakMemory, State, replica_peak
-from cnnstrategies.strategies.hybrid_pipeline.example_inputs import example_inputs
+from cnnstrategies.planning.measure_bytes import META, bytes_of
+from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, replica_peak, shared_slices
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import as_given
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.protocol import facts_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 def predicted_peaks(trainer: Trainer, samples: int | None) -> list[PeakMemory]:
@@ -35,18 +33,19 @@ def predicted_peaks(trainer: Trainer, samples: int | None) -> list[PeakMemory]:
         return list(facts.predicted_peaks)
     if samples is None or "mixed" in str(trainer.precision) or facts.shards_parameters:
         return []
-    is_worker = facts.step_kind == "worker"
-    if not (is_worker or isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)):
-        return []
-    peak = _replica_peak(trainer, module, samples, is_worker)
+    peak = _replica_peak(trainer, module, samples)
     return [] if peak is None else [peak] * trainer.world_size
 
 
-def _replica_peak(trainer: Trainer, module: LightningModule, samples: int, is_worker: bool) -> PeakMemory | None:
+def _replica_peak(trainer: Trainer, module: LightningModule, samples: int) -> PeakMemory | None:
+    facts = facts_of(trainer.strategy)
+    options, buckets = facts.server_options, facts.gradient_buckets
+    if options is None and buckets is None:
+        return None
     try:
         path = find_network(module, None)
         network = module_at(module, path)
-        images = example_inputs(module, path, 2)
+        images = _inputs(module, network)
         if images is None:
             return None
         traced = trace_open(network, True)
@@ -56,12 +55,23 @@ def _replica_peak(trainer: Trainer, module: LightningModule, samples: int, is_wo
     # The network need not be one that can be traced. The trainer trains it as it is.
     except Exception:
         return None
-    state = NO_STATE if is_worker else _state_of(trainer.optimizers, trainer.strategy.root_device)
-    buckets = 1.0 if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1 else 0.0
-    return replica_peak(costs, state, trainer.accumulate_grad_batches, buckets)
+    if options is not None:
+        return replica_peak(costs, NO_STATE, shared=shared_slices(costs, options.server_count(trainer.num_nodes)))
+    state = _state_of(trainer.optimizers, trainer.strategy.root_device)
+    return replica_peak(costs, state, trainer.accumulate_grad_batches, buckets or 0.0)
 
 
-def _state_of(optimizers: "list[Optimizer]", device: torch.device) -> State:
+def _inputs(module: LightningModule, network: nn.Module) -> Images | None:
+    """Return inputs of a network whose shapes are known without a look at the data, which may have effects."""
+    names, example = network_inputs(network), module.example_input_array
+    arrays = example if isinstance(example, tuple) else (example,)
+    if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
+        return as_given(arrays)
+    shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
+    return torch.empty(2, *shape, device=META) if shape is not None and len(names) == 1 else None
+
+
+def _state_of(optimizers: list[Optimizer], device: torch.device) -> OptimizerMemory:
     if not optimizers:
-        return State(USUAL_STATES)
-    return State(states_of(optimizers[0]), update_of(optimizers[0], device))
+        return OptimizerMemory(USUAL_STATES)
+    return OptimizerMemory(states_of(optimizers[0]), update_of(optimizers[0], device))

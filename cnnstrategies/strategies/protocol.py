@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import (
     FSDPStrategy,
     ModelParallelStrategy,
     ParallelStrategy,
+    SingleDeviceStrategy,
     StrategyRegistry,
 )
 from typing_extensions import override
@@ -215,6 +216,17 @@ class StrategyFacts:
         peaks of strategies whose ranks have the whole network.
         """
         return ()
+
+    @property
+    def gradient_buckets(self) -> float | None:
+        """Size of the buffers from which gradients are sent, as a multiple of the gradients' size.
+
+        The value is None if it is not known, and if ranks do not hold the whole network.
+        """
+        strategy = self._described
+        if isinstance(strategy, DDPStrategy):
+            return 1.0 if strategy.world_size > 1 else 0.0
+        return 0.0 if isinstance(strategy, SingleDeviceStrategy) else None
 
     @property
     def batch_shares(self) -> "Deals | None":

@@ -7,7 +7,7 @@ import panels
 import pytest
 import torch
 from conftest import quiet_trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -18,6 +18,7 @@ from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.sampling import ShuffledBatches
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.strategies import CompressedDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 
@@ -165,3 +166,38 @@ def test_parameters_of_divided_networks_are_counted_as_a_whole():
         parameters_per_device = (1000, 600, 1000)
 
     assert start_panel.parameters(trainer_like(Divided(), 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"
+
+
+def test_the_predicted_peak_and_its_parts_are_shown(run_cli, quick):
+    code, output = run_cli("fit", *quick, "--trainer.max_epochs=1", "--trainer.limit_train_batches=2")
+    assert code == 0, output
+    total, parts = panels.rows(output)["memory"].removesuffix("; predicted").split(" MB = ")
+    sizes = {name: float(size) for name, size in (part.split() for part in parts.split(", "))}
+    assert "activations" in sizes
+    assert sum(sizes.values()) == pytest.approx(float(total), abs=0.05 * (len(PeakMemory().__dict__) + 1))
+
+
+def test_a_line_says_that_the_real_peak_differs(monkeypatch):
+    """On a GPU torch's allocator counts the real peak. A simulated device counts nothing."""
+    monkeypatch.setattr(start_panel, "predicted_peaks", lambda *_: [PeakMemory(10**9, 10**8)])
+    monkeypatch.setattr(start_panel, "print_table", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    lines = []
+    monkeypatch.setattr(start_panel, "rank_zero_info", lines.append)
+    expected = "Peak memory of rank 0 after 20 batches: 1,300 MB, 18% more than the predicted 1,100 MB"
+    for kind, real, printed in (
+        ("cuda", 13 * 10**8, [expected]),
+        ("cuda", 12 * 10**8, []),
+        ("cuda", 0, []),
+        ("cpu", 13 * 10**8, []),
+    ):
+        lines.clear()
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, real=real: real)
+        monkeypatch.setattr(SingleDeviceStrategy, "root_device", torch.device(kind))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        trainer, panel, module = quiet_trainer(max_epochs=0), StartPanel(), SmallCNN(10)
+        trainer.state.fn = TrainerFn.FITTING
+        panel.on_train_start(trainer, module)
+        for _ in range(25):
+            panel.on_train_batch_end(trainer, module, None, None, 0)
+        assert lines == printed, (kind, real)

@@ -32,7 +32,7 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_cluster
-from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory
+from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory, largest
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.quantities import size_in_bytes
@@ -218,7 +218,10 @@ class LayoutRequest:
                 checkpointing = predictor.job.activation_checkpointing
                 reason = _reason(job, layout) if checkpointing != self.activation_checkpointing else None
                 ahead = predictor.runs_ahead(layout)
-                peaks = [list(astuple(peak)) for peak in predictor.stage_peaks(layout, ahead)]
+                # Without a limit, as on a CPU, the first steps do not compute activations again.
+                saves_memory = device.type == "cuda" or self.memory_limit is not None
+                first = _in_first_steps(predictor.job, first_schedule, saves_memory) if first_schedule else None
+                peaks = [list(astuple(peak)) for peak in _peaks(predictor, layout, first)]
                 chosen = list(layout.cuts), ahead, checkpointing, reason, peaks
                 recutter = partial(recut, predictor.job, layout)
             except ConfigurationError as error:
@@ -231,10 +234,29 @@ class LayoutRequest:
         return ChosenLayout(cuts, replicas, microbatches, run_ahead, checkpointing, reason, True, recutter, predicted)
 
 
+def _in_first_steps(job: Job, schedule: Schedule, saves_memory: bool = True) -> Predictor:
+    """Return a predictor of steps with another schedule, in which activations are computed again to save memory."""
+    checkpointing = "always" if saves_memory else job.activation_checkpointing
+    return Predictor(replace(job, schedule=schedule, activation_checkpointing=checkpointing))
+
+
 def _fits_first_steps(job: Job, layout: Layout, schedule: Schedule) -> bool:
-    """Whether the memory suffices for steps with another schedule, in which activations are computed again."""
-    first = Predictor(replace(job, schedule=schedule, activation_checkpointing="always"))
-    return job.memory is None or first.memory(layout) <= job.memory
+    """Whether the memory suffices for the first steps."""
+    return job.memory is None or _in_first_steps(job, schedule).memory(layout) <= job.memory
+
+
+def _peaks(predictor: Predictor, layout: Layout, first: Predictor | None) -> list[PeakMemory]:
+    """Return the predicted peak memory of a device, for each stage.
+
+    Args:
+        predictor: Predictor of most steps.
+        layout: Cuts and replicas.
+        first: Predictor of the first steps; None if they are like the others.
+    """
+    peaks = predictor.stage_peaks(layout, predictor.runs_ahead(layout))
+    if first is None:
+        return peaks
+    return [largest(pair) for pair in zip(peaks, first.stage_peaks(layout, False), strict=True)]
 
 
 def _reason(job: Job, layout: Layout) -> str | None:

@@ -1,0 +1,335 @@
+"""Compare the predicted peak memory of training with the real one, for published networks and four strategies.
+
+    python benchmarks/planning/memory.py [--only NAME ...] [--strategies NAME ...] [--page FILE]
+
+Results are kept in `build/memory`, one file for each network and strategy, so a second call continues. The script needs
+timm, and g++ to compile the counter.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from counted import Counted, build
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from memory_networks import CLASSES, NETWORKS
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from cnnstrategies.pipeline.timetable import Layout
+from cnnstrategies.pipeline.tracing import trace_open
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.cluster import Cluster
+from cnnstrategies.planning.costs import GraphCosts, Link, Profile
+from cnnstrategies.planning.measure import states_of, update_of
+from cnnstrategies.planning.measure_bytes import bytes_of
+from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, largest, replica_peak, shared_slices
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pipeline"))
+from ranks import machine
+
+RESULTS = Path(__file__).resolve().parents[2] / "build/memory"
+STEPS, SAMPLES, MICROBATCHES = 3, 16, 4  # Samples of a global batch.
+STRATEGIES = ("one device", "ddp", "hybrid_pipeline", "parameter_server")
+ROOM = 1.1  # Limit of a run as a multiple of the predicted peak.
+CPU = torch.device("cpu")
+
+
+class Module(LightningModule):
+    """Trains a network with the cross-entropy."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.network = NETWORKS[name][0]()
+        self.adam = list(NETWORKS).index(name) % 2 == 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the loss."""
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam for every second network, and SGD with momentum for the others."""
+        if self.adam:
+            return torch.optim.Adam(self.parameters(), 1e-4)
+        return torch.optim.SGD(self.parameters(), 1e-4, momentum=0.9)
+
+
+class Declared(Module):
+    """The same with a declared loss, with which a pipeline runs in the order 1F1B."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the loss."""
+        return self.loss(self.network(batch[0]), batch[1])
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, a mean over samples."""
+        return F.cross_entropy(outputs, targets)
+
+
+class Note(Callback):
+    """Notes the peak of the training, and of the set-up before it, in a file for each rank.
+
+    Args:
+        counted: The counter.
+        others: Bytes that the process had before it built the network.
+        predicted: Predicted peak of each rank.
+        limited: Whether the training runs under the limit.
+        folder: Folder of the files.
+    """
+
+    def __init__(
+        self, counted: Counted, others: int, predicted: Sequence[PeakMemory], limited: bool, folder: Path
+    ) -> None:
+        self._counted, self._others, self._predicted, self._limited = counted, others, predicted, limited
+        self._folder = folder
+        self._set_up = 0
+        self._steps: list[int] = []  # Peaks of the steps.
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The set-up has ended."""
+        self._set_up = self._counted.most - self._others
+        self._counted.forget()
+        if self._limited:
+            self._counted.limit(self._others + round(ROOM * self._predicted[trainer.global_rank].total))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Note the peak of a step."""
+        self._steps.append(self._counted.most - self._others)
+        self._counted.forget()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the peaks."""
+        self._counted.limit(0)
+        peaks = {"training": max(self._steps), "steps": self._steps, "set-up": self._set_up}
+        (self._folder / f"{trainer.global_rank}.json").write_text(json.dumps(peaks))
+
+
+Note.__module__ = "cnnstrategies.note"  # Otherwise the hooks would count as a user's, which may look at weights.
+
+
+def plan(name: str, strategy: str, module: Module) -> tuple[list[PeakMemory], list[str]]:
+    """Return the predicted peak of each rank, and the cuts of a pipeline."""
+    costs = costs_of(name, module)
+    profile, optimizer = Profile(costs), module.configure_optimizers()
+    state = OptimizerMemory(states_of(optimizer), update_of(optimizer, CPU))
+    if strategy == "one device":
+        return [replica_peak(costs, state)], []
+    if strategy == "ddp":
+        return [replica_peak(profile.at(SAMPLES / 2), state, buckets=1.0)] * 2, []
+    if strategy == "parameter_server":
+        return [replica_peak(profile.at(SAMPLES / 2), NO_STATE, shared=shared_slices(costs, 1))] * 2, []
+    cut = balanced(costs)
+    schedules = [("gpipe", "never")] if type(module) is Module else [("1f1b", "never"), ("gpipe", "always")]
+    peaks = []
+    for schedule, checkpointing in schedules:
+        job = Job(
+            profile, Cluster.flat(2, Link(1e9, 1e-4)), SAMPLES, MICROBATCHES, replicas=(1, 1), schedule=schedule,
+            activation_checkpointing=checkpointing, run_ahead=False, state_copies=2 + state.copies, update=state.update,
+        )  # fmt: skip
+        peaks.append(Predictor(job).stage_peaks(Layout((cut,), (1, 1)), False))
+    return [largest(pair) for pair in zip(*peaks, strict=True)], [costs.nodes[cut - 1].name]
+
+
+def costs_of(name: str, module: Module) -> GraphCosts:
+    """Return the bytes of a network's nodes, which are kept for all strategies."""
+    file = RESULTS / f"{name}.costs"
+    if not file.exists():
+        size = NETWORKS[name][1]
+        costs = bytes_of(trace_open(module.network, True), torch.empty(2, 3, size, size), SAMPLES)
+        file.write_bytes(pickle.dumps(costs))
+    kept: GraphCosts = pickle.loads(file.read_bytes())
+    return kept
+
+
+def balanced(costs: GraphCosts) -> int:
+    """Return the cut position that divides activations and training state most evenly."""
+
+    def size(start: int, end: int) -> int:
+        nodes = costs.nodes[start:end]
+        return sum(node.saved_bytes + 3 * node.parameter_bytes for node in nodes)
+
+    return min(costs.cut_positions, key=lambda cut: max(size(0, cut), size(cut, len(costs.nodes))))
+
+
+def strategy_of(name: str, cuts: list[str], limit: int) -> Any:
+    """Return the strategy for the trainer."""
+    if name == "one device":
+        return "auto"
+    if name == "ddp":
+        return DDPStrategy(process_group_backend="gloo", start_method="fork")
+    if name == "parameter_server":
+        return ParameterServerStrategy(start_method="fork")
+    return HybridPipelineStrategy(
+        replicas=[1, 1], cuts=cuts, microbatches=MICROBATCHES, memory_limit=limit, run_ahead=False, start_method="fork"
+    )
+
+
+def train(name: str, strategy: str, folder: Path, library: Path, limited: bool) -> None:
+    """Train as a process of its own, and write the predicted and the real peaks."""
+    torch.set_num_threads(1)
+    seed_everything(1)
+    warnings.simplefilter("ignore")
+    counted = Counted(library)
+    size, devices = NETWORKS[name][1], 1 if strategy == "one device" else 2
+    data = TensorDataset(torch.randn(SAMPLES * STEPS, 3, size, size), torch.randint(CLASSES, (SAMPLES * STEPS,)))
+    others = counted.now
+    interleaved = strategy == "hybrid_pipeline" and list(NETWORKS).index(name) % 4 < 2
+    module = (Declared if interleaved else Module)(name)
+    predicted, cuts = plan(name, strategy, module)
+    (folder / "plan.json").write_text(json.dumps([asdict(peak) for peak in predicted]))
+    counted.forget()
+    share = SAMPLES // 2 if strategy in ("ddp", "parameter_server") else SAMPLES
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy_of(strategy, cuts, round(ROOM * largest(predicted).total)),
+        max_epochs=1,
+        callbacks=[Note(counted, others, predicted, limited, folder)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, DataLoader(data, share))
+
+
+def measured(name: str, strategy: str, library: Path, limited: bool) -> dict[str, Any]:
+    """Train in a new process, and return the predicted and the real peaks, or the end of the output."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        process = multiprocessing.get_context("fork").Process(
+            target=quiet, args=(folder, train, name, strategy, folder, library, limited)
+        )
+        process.start()
+        process.join(900)
+        process.kill()
+        process.join()
+        files = sorted(folder.glob("[0-9].json"))
+        predicted = json.loads((folder / "plan.json").read_text()) if (folder / "plan.json").exists() else []
+        result: dict[str, Any] = {"predicted": predicted, "code": process.exitcode}
+        if len(files) == len(predicted) > 0:
+            return result | {"real": [json.loads(file.read_text()) for file in files]}
+        return result | {"output": (folder / "output").read_text()[-3000:]}
+
+
+def quiet(folder: Path, function: Any, *args: Any) -> None:
+    """Run a function with its output in a file."""
+    with (folder / "output").open("w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        function(*args)
+
+
+def compared(name: str, strategy: str, library: Path) -> dict[str, Any]:
+    """Return the result of a run under the limit; of one without the limit if the first one has run out of memory."""
+    result = measured(name, strategy, library, limited=True)
+    result["within"] = "real" in result
+    if "real" in result or "limit of" not in result["output"]:
+        return result
+    return measured(name, strategy, library, limited=False) | {"within": False, "first": result["output"][-1500:]}
+
+
+def errors(result: dict[str, Any]) -> tuple[float, int, int]:
+    """Return the error of the prediction for the rank with the largest real peak, and both peaks in bytes."""
+    real = [peaks["training"] for peaks in result["real"]]
+    fullest = real.index(max(real))
+    predicted = PeakMemory(**result["predicted"][fullest]).total
+    return predicted / real[fullest] - 1, predicted, real[fullest]
+
+
+def main() -> None:
+    """Measure what is missing, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(NETWORKS))
+    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--page", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument("--until", default="24:00", help="time of day at which no new run begins")
+    options = parser.parse_args()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    library = build(RESULTS)
+    for name in options.only:
+        for strategy in options.strategies:
+            file = RESULTS / f"{name}.{strategy.replace(' ', '_')}.json"
+            if not file.exists() and time.strftime("%H:%M") < options.until:
+                result = compared(name, strategy, library)
+                file.write_text(json.dumps(result))
+                shown = f"{errors(result)[0]:+.1%}" if "real" in result else result["output"][-300:]
+                print(name, strategy, shown, "" if result["within"] else "OUT OF MEMORY OR FAILED", flush=True)
+    write_page(options.page)
+
+
+def write_page(page: Path) -> None:
+    """Write the page from all results."""
+    rows, all_errors, failed, beyond = [], [], [], []
+    for name in NETWORKS:
+        row = [name]
+        for strategy in STRATEGIES:
+            file = RESULTS / f"{name}.{strategy.replace(' ', '_')}.json"
+            result = json.loads(file.read_text()) if file.exists() else {}
+            if "real" not in result:
+                row.append("failed" if result else "-")
+                failed += [f"{name} under {strategy}"] if result else []
+                continue
+            error, predicted, real = errors(result)
+            all_errors.append(abs(error))
+            beyond += [] if result["within"] else [f"{name} under {strategy}"]
+            row.append(f"{predicted / 1e6:,.0f} / {real / 1e6:,.0f} ({error:+.0%})")
+        rows.append(row)
+    text = TEXT.format(
+        count=len(all_errors),
+        mean=statistics.mean(all_errors),
+        most=max(all_errors),
+        within=len(all_errors) - len(beyond),
+        beyond=f" Out of memory: {', '.join(beyond)}." if beyond else "",
+        failed=f" Not measured, because the run failed for another reason: {', '.join(failed)}." if failed else "",
+        planned=len(NETWORKS) * len(STRATEGIES),
+        steps=STEPS,
+        samples=SAMPLES,
+        microbatches=MICROBATCHES,
+    )
+    lines = ["# Predicted and real peak memory", "", text.strip(), "", f"| network | {' | '.join(STRATEGIES)} |"]
+    lines += ["| --- |" + " --- |" * len(STRATEGIES), *(f"| {' | '.join(row)} |" for row in rows)]
+    lines += ["", f"{machine()} Command: `python memory.py`, in `benchmarks/planning`."]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+TEXT = """
+Networks of torchvision and timm train {steps} steps of {samples} images of 64 x 64 pixels on CPUs, in float32, every
+second one with Adam and the others with SGD with momentum: on one device, and on two with `ddp`, `hybrid_pipeline`
+(two stages, {microbatches} microbatches, in the order 1F1B for half of the networks and `gpipe` for the others) and
+`parameter_server` (mode `sync`; a worker's memory, not a server's). Each cell has the predicted and the real peak in
+MB of the rank with the larger real peak, and a dash stands for a run that has not been made. {count} of {planned} runs
+have been measured: the mean error is {mean:.1%}, and the largest is {most:.0%}.{failed}
+
+Each run has a limit of 1.1 times its predicted peak, for each rank its own. {within} of {count} runs end within
+it.{beyond}
+
+**How a CPU's peak is counted.** Neither the resident memory, which contains libraries, freed pages and whatever Python
+holds, nor a profiler. An allocator (`counting_allocator.cpp`) takes the place of torch's own in each process. It counts
+the bytes of all CPU tensors, with those that exist only inside an operation and the workspaces of oneDNN, as the
+allocator for a GPU does. It refuses an allocation that exceeds the limit, as `torch.OutOfMemoryError`. What exists
+before the network is built (the data set in memory) is subtracted. The count lasts from the first to the last step of
+the training. It has no messages of the parameter server that are not tensors. The predictions come from
+`cnnstrategies.planning.memory`, with bytes from a walk through the network on the meta device. The cut of a pipeline is
+the one that divides activations and training state most evenly.
+"""
+
+if __name__ == "__main__":
+    main()
