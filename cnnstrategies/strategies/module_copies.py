@@ -31,7 +31,7 @@ _SHARED = (
 )
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 # Iterators whose copy is independent of the original.
-_COPIED_ITERATORS = (count, *(type(iter(values)) for values in ([], (), range(0))))
+_COPIED_ITERATORS: tuple[type[Any], ...] = (count, type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 class MutedTrainer:
