@@ -142,8 +142,8 @@ def found_infinities(scaler: torch.amp.grad_scaler.GradScaler, optimizer: optimi
     Returns:
         By device: a scalar that is 0 if all gradients on the device are finite.
     """
-    found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
-    return found
+    infinities: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    return infinities
 
 
 def is_in_backward() -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler
+from cnnstrategies.strategies.parameter_server.start import restore_trainer, trainer_state
 
 BATCH, BATCHES, CLASSES = 8, 6, 4
 MARK = 1000.0  # Value of a pixel that makes the loss of its batch infinite.
@@ -179,14 +182,14 @@ class Case(NamedTuple):
 
     Attributes:
         servers: Options of the strategy.
-        trainer: Options of the Trainer.
+        trainer: Other options of the Trainer.
         optimizer: Function that makes the optimizer of the workers.
         reference: Function that makes the optimizer of the single process.
         kind: Type of the workers' devices.
     """
 
     servers: dict[str, Any]
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any]
     optimizer: Callable[..., torch.optim.Optimizer] = sgd
     reference: Callable[..., torch.optim.Optimizer] = sgd
     kind: str = "cpu"
@@ -201,7 +204,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_all_workers_skip_the_steps_of_one_process(case: Case) -> None:
-    """In each epoch, a gradient of one worker is infinite. The second epoch begins with the first epoch's checkpoint."""
+    """In each epoch, a gradient of one worker is infinite. The second epoch resumes from the first one's checkpoint."""
     served = {"optimizer": case.optimizer, "kind": case.kind, **case.trainer}
     single = train("single", optimizer=case.reference, **case.trainer)
     assert_equal(train("served", Served(**case.servers), 2, **served), single)
@@ -224,3 +227,35 @@ def test_a_skipped_step_does_not_reach_the_error_feedback_of_a_compression() -> 
     run = train("served", Served(compression="onebit"), 2)
     assert run.scales == train("single").scales * 2
     assert all(value.isfinite().all() for value in run.saved["state_dict"].values())
+
+
+def test_gradients_of_repeated_samples_neither_skip_a_step_nor_make_the_mean_infinite() -> None:
+    """A worker has such samples if the last batch of an epoch has too few for all workers. Their weight is 0."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = sgd([parameter])
+    scaler = torch.amp.GradScaler("cpu", SCALE)
+    strategy: Any = SimpleNamespace(options=SimpleNamespace(aggregates=True), world_size=2)
+    answers: list[bool] = []
+    strategy.gather = lambda is_infinite, name: answers.append(is_infinite) or {0: is_infinite, 1: False}  # type: ignore[func-returns-value]
+    stepper: Any = SimpleNamespace(unfinished=(0, 1, 0))
+    joint = JointScaler(scaler, strategy, lambda: stepper)
+    scaler.scale(parameter.sum() * torch.inf).backward()
+    scaler.unscale_(optimizer)
+    assert answers == [False]
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [0.0, 0.0]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE
+    joint.end()
+    assert not {"unscale_", "step"} & vars(scaler).keys()
+
+
+def test_a_restarted_worker_continues_with_the_loss_scale_of_the_run() -> None:
+    scaler = torch.amp.GradScaler("cpu", SCALE)
+    trainer = quiet_trainer("auto", 1, precision=None, plugins=[Scaling("16-mixed", "cpu", scaler)], max_steps=1)
+    trainer.fit(Program(sgd, 1))
+    state = trainer_state(trainer, trainer.optimizers[0], 0, "")
+    scaler.update(2.0)
+    restore_trainer(trainer, trainer.optimizers[0], state)
+    assert scaler.get_scale() == SCALE

@@ -141,7 +141,9 @@ class Waits(Callback):
 def _check_stopwatches(trainer: Trainer) -> None:
     """Check that the stopwatches for shares measure the device's time: an event of a simulated GPU takes 1 ms."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for stopwatch in (watch for callback in callbacks if isinstance(callback, Balance) for watch in callback.watchers()):
+    for stopwatch in (
+        watch for callback in callbacks if isinstance(callback, Balance) for watch in callback.watchers()
+    ):
         stopwatch.clear()
         stopwatch.begin()
         stopwatch.end()

@@ -9,6 +9,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from cnnstrategies._torch_private import found_infinities
+from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
+from cnnstrategies.strategies.parameter_server.step import Stepper
 
 
 def enabled_scaler(precision: Any) -> GradScaler | None:
@@ -29,60 +31,63 @@ class JointScaler:
 
     Args:
         scaler: The scaler.
-        agree: Function that returns whether the step must be skipped. Its argument is whether a gradient of this worker
-            is not finite.
-        counts: Function that returns whether this worker's gradients count in the current step. They do not count if
-            the worker's batch only repeats samples.
-        skip: Function that is called instead of the optimizer's step, if the step is skipped.
-        device: Device of the parameters.
+        strategy: The strategy, with an open session.
+        stepper: Function that returns the connection to the worker that pushes the gradients.
     """
 
     def __init__(
-        self,
-        scaler: GradScaler,
-        agree: Callable[[bool], bool],
-        counts: Callable[[], bool],
-        skip: Callable[[], None],
-        device: torch.device,
+        self, scaler: GradScaler, strategy: CoordinatedStrategy, stepper: Callable[[], Stepper | None]
     ) -> None:
         self._scaler = scaler
-        self._agree = agree
-        self._counts = counts
-        self._skip = skip
-        self._device = device
+        self._strategy = strategy
+        self._stepper = stepper
         self._is_unscaled = self._skips = False
-        vars(scaler).update(unscale_=self._unscale, step=self._step)
+        vars(scaler).update(unscale_=self.unscale, step=self.step)
 
     def end(self) -> None:
         """Restore the scaler's own methods."""
         for name in ("unscale_", "step"):
             vars(self._scaler).pop(name, None)
 
-    def _unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, and let all workers agree whether to skip the step."""
+    def agree(self, is_infinite: bool) -> bool:
+        """Return whether to skip the step. Workers that make their steps separately also skip them separately.
+
+        Args:
+            is_infinite: Whether a gradient of this worker is not finite.
+        """
+        strategy = self._strategy
+        if not strategy.options.aggregates or strategy.world_size == 1:
+            return is_infinite
+        return any(strategy.gather(is_infinite, "skipped steps").values())
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, and let the workers agree whether to skip the step."""
         type(self._scaler).unscale_(self._scaler, optimizer)
-        infinities = found_infinities(self._scaler, optimizer)
-        is_infinite = any(bool(found) for found in infinities.values())
-        if is_infinite and not self._counts():
+        infinities, stepper = found_infinities(self._scaler, optimizer), self._stepper()
+        is_infinite = any(bool(infinity) for infinity in infinities.values())
+        if is_infinite and stepper is not None and not stepper.unfinished[0]:
+            # The batch only repeats samples, so that all workers have the same number of batches. Its gradients have
+            # the weight 0, with which a gradient that is not finite would make the mean NaN.
             for gradient in _gradients(optimizer):
-                gradient.zero_()  # With the weight 0, a gradient that is not finite would make the mean NaN.
+                gradient.zero_()
             is_infinite = False
-        self._is_unscaled, self._skips = True, self._agree(is_infinite)
-        # `GradScaler.update` reads these numbers. There is none if no parameter has a gradient.
-        for device in infinities or [self._device]:
+        self._is_unscaled, self._skips = True, self.agree(is_infinite)
+        # `GradScaler.update` reads these numbers. Without gradients there is none yet.
+        for device in infinities or [self._strategy.root_device]:
             infinities[device] = torch.full((), float(self._skips), device=device)
 
-    def _step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer's step, unless the workers have agreed to skip it.
 
         Lightning does not unscale the gradients of fused optimizers, which divide by the scale themselves. The servers
         do not know the scale, so such gradients are unscaled here.
         """
         if not self._is_unscaled:
-            self._unscale(optimizer)
+            self.unscale(optimizer)
         self._is_unscaled = False
-        if self._skips:
-            return self._skip()
+        stepper = self._stepper()
+        if self._skips and stepper is not None:
+            return stepper.skip()
         return optimizer.step(*args, **kwargs)
 
 

@@ -262,7 +262,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
                 setattr(self.precision_plugin, name, _clip_nothing)
             scaler = enabled_scaler(self.precision_plugin)
             if scaler is not None:
-                self._scaler = JointScaler(scaler, self._agree_to_skip, self._counts, self._skip, self.root_device)
+                self._scaler = JointScaler(scaler, self, lambda: self._stepper)
         self.share_metrics(self.module)
 
     # Loading of the data
@@ -445,25 +445,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             worker.leave()
             self._has_left = True
         return output
-
-    # Steps that a gradient scaler skips
-
-    def _agree_to_skip(self, is_infinite: bool) -> bool:
-        """Return whether to skip the step. Workers that make their steps separately also skip them separately.
-
-        Args:
-            is_infinite: Whether a gradient of this worker is not finite.
-        """
-        if not self.options.aggregates or self.world_size == 1:
-            return is_infinite
-        return any(self.gather(is_infinite, "skipped steps").values())
-
-    def _counts(self) -> bool:
-        return self._stepper is not None and self._stepper.unfinished[0] > 0
-
-    def _skip(self) -> None:
-        assert self._stepper is not None
-        self._stepper.skip()
 
     # Weights and buffers outside of training steps
 
