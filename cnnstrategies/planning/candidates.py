@@ -1,5 +1,6 @@
 """The input of a plan (:class:`Job`), and the strategies that a plan compares (:class:`Candidate`)."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Profile
+from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory, State, Update, largest
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
@@ -42,6 +44,7 @@ class Job:
             None, stages run ahead if that saves time and fits into memory.
         state_copies: Training state (parameters, gradients and optimizer state) as a multiple of the parameters' size.
         memory_limit: Limit in bytes that the user sets for a device's memory; None if the user sets no limit.
+        update: Memory that an update of the optimizer needs besides its state.
     """
 
     profile: Profile
@@ -57,10 +60,16 @@ class Job:
     run_ahead: bool | None = None
     state_copies: int = 4
     memory_limit: int | None = None
+    update: Update = NO_UPDATE
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ConfigurationError(f"batch_size={self.samples}: a step needs at least 1 sample; give a larger number")
+
+    @property
+    def state(self) -> State:
+        """Size of the optimizer's state and of its update."""
+        return State(max(0, self.state_copies - 2), self.update)
 
     @property
     def memory(self) -> int | None:
@@ -92,7 +101,7 @@ class Job:
         """
         return deal(-(-self.samples // batches), [1] * self.cluster.devices)
 
-    def dealt(self, step: Callable[[Sequence[int]], float], state: int) -> tuple[int, ...]:
+    def dealt(self, step: Callable[[Sequence[int]], float], peak: Callable[[int], PeakMemory]) -> tuple[int, ...]:
         """Predict the number of samples of each device after training has balanced the shares.
 
         Training balances the shares with measured times of the devices. This method uses predicted times. It returns
@@ -101,11 +110,12 @@ class Job:
         Args:
             step: Function that returns the seconds of a step. Its argument is a sequence with each device's number of
                 samples.
-            state: Bytes that a device holds in addition to the activations of its samples.
+            peak: Function that returns the peak memory of a device from its number of samples.
         """
-        counts, most, whole = self.equal(), inf, self.profile.costs
-        if self.memory is not None:
-            most = max(counts[0], int((self.memory - state) / max(1, whole.kept_bytes) * whole.microbatch_size))
+        counts, most = self.equal(), inf
+        if (limit := self.memory) is not None:
+            numbers = range(counts[0] + 1, self.samples + 1)
+            most = counts[0] + bisect_right(numbers, limit, key=lambda count: peak(count).total)
         least = NORMALISED_TOGETHER if self.profile.batch_norm else 1
         while True:
             seconds = [time / count for time, count in zip(self._seconds(counts), counts, strict=True)]
@@ -156,7 +166,7 @@ class Candidate:
         step: Seconds in which all devices together process as many samples as a global batch has. For a synchronous
             strategy this is the step time.
         sent_bytes: Bytes that all devices together send in a step.
-        memory: Largest number of bytes that a device holds.
+        peaks: Peak memory of each device, in the order of the cluster's devices.
         bottleneck: Resource that limits the speed most.
     """
 
@@ -165,8 +175,18 @@ class Candidate:
     effect: Effect
     step: float
     sent_bytes: int
-    memory: int
+    peaks: tuple[PeakMemory, ...]
     bottleneck: Bottleneck
+
+    @property
+    def peak(self) -> PeakMemory:
+        """Peak memory of the fullest device."""
+        return largest(self.peaks)
+
+    @property
+    def memory(self) -> int:
+        """Largest number of bytes that a device holds."""
+        return self.peak.total
 
     def __str__(self) -> str:
         shown = [name for name in ("replicas", "staleness") if name in self.options]

@@ -105,7 +105,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
         effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
         step=step,
         sent_bytes=sent_in_a_step(predictor.costs, layout, microbatches),
-        memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),
+        peaks=predictor.device_peaks(layout),
         bottleneck=_bottleneck(predictor, layout, step),
         layout=layout,
         predictor=predictor,

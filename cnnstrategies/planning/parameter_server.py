@@ -11,6 +11,7 @@ from typing import Any
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
+from cnnstrategies.planning.memory import NO_STATE, replica_peak
 
 PART = 2**22  # Largest size of a message in bytes. The values of a larger layer are sent in several messages.
 STALENESS = 2  # Staleness in the mode ssp. The recipe `parameter_server_ssp` has the same value.
@@ -50,7 +51,9 @@ class ParameterServer:
         # With ssp, no worker can be far ahead of the slowest worker, so in the long run all workers are as slow as the
         # slowest worker.
         bounded = max(free, mean.time / min(job.cluster.speeds))
-        dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
+        dealt = job.dealt(
+            lambda counts: self._synchronous(counts)[0], lambda count: replica_peak(job.profile.at(count), NO_STATE)
+        )
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
             ("parameter_server", {}, equal, *self._synchronous(equal)),
             ("parameter_server", {"shares": "auto", "initial_shares": list(dealt)}, dealt, *self._synchronous(dealt)),
@@ -65,7 +68,7 @@ class ParameterServer:
                 effect=Effect.LEARNING if learns else Effect.ROUNDING,
                 step=step,
                 sent_bytes=round(2 * self.workers * mean.parameter_bytes * self.leaving),
-                memory=2 * mean.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
+                peaks=tuple(replica_peak(job.profile.at(count), NO_STATE) for count in counts),
                 bottleneck=bottleneck,
             )
 

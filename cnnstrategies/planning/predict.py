@@ -6,10 +6,11 @@ from math import lcm
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout, even_replicas, timetable
 from cnnstrategies.planning.candidates import CHECKPOINTINGS, Job
+from cnnstrategies.planning.memory import PeakMemory, StageTraffic
 from cnnstrategies.planning.partition import SMALL, Cost, best_layout
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
-from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
+from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs, stage_traffic
 
 # A stage that runs ahead needs the memory of one more microbatch. Stages therefore only run ahead if this saves at
 # least the following fraction of the step time.
@@ -32,6 +33,7 @@ class Predictor:
         self.problem = Problem(job)
         self.costs = self.problem.costs
         self._known: dict[tuple[int, ...], list[StageCost]] = {}
+        self._known_traffic: dict[tuple[int, ...], list[StageTraffic]] = {}
 
     def fixed_layout(self) -> Layout | None:
         """Return the layout with the cuts that the user gave. Return None if the user gave no cuts."""
@@ -72,7 +74,8 @@ class Predictor:
         return lightest
 
     def _model(self, layout: Layout) -> Cost:
-        return self._excess(self.problem.memory(layout)), self.problem.model(layout)
+        excess = 0.0 if self.job.memory is None else self._excess(self.problem.memory(layout))
+        return excess, self.problem.model(layout)
 
     def time(self, layout: Layout) -> float:
         """Return the predicted step time in seconds, infinite if the layout does not fit into memory."""
@@ -97,7 +100,7 @@ class Predictor:
         A stage that runs ahead holds one additional microbatch. The memory of this microbatch is only counted if the
         job requires stages to run ahead.
         """
-        return max(self.stage_memory(layout, self.job.run_ahead or False))
+        return max(peak.total for peak in self.stage_peaks(layout, self.job.run_ahead or False))
 
     def runs_ahead(self, layout: Layout) -> bool:
         """Whether the stages of a layout should run ahead, that is, hold one additional microbatch.
@@ -113,7 +116,9 @@ class Predictor:
     def _may_run_ahead(self, layout: Layout) -> bool:
         if self.job.run_ahead is not None:
             return self.job.run_ahead
-        return self.job.memory is None or max(self.stage_memory(layout, True)) <= self.job.memory
+        if self.job.memory is None:
+            return True
+        return max(peak.total for peak in self.stage_peaks(layout, True)) <= self.job.memory
 
     def simulate(self, layout: Layout, run_ahead: bool, microbatches: int | None = None) -> Simulation:
         """Simulate a step with all its tasks, even if their number exceeds `LONGEST`.
@@ -127,23 +132,22 @@ class Predictor:
         tasks = timetable(replicas, count, self.job.schedule, run_ahead, self.problem.shares(replicas))
         return simulate(tasks, self.stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
-    def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
-        """Return the peak memory of a device in bytes, for each stage.
-
-        The memory contains the training state and the activations of all microbatches that the device holds at once.
+    def stage_peaks(self, layout: Layout, run_ahead: bool) -> list[PeakMemory]:
+        """Return the peak memory of a device, for each stage. The device is one with most microbatches.
 
         Args:
             layout: Cuts and replicas.
             run_ahead: Whether stages hold one additional microbatch.
         """
-        memory = []
-        problem = self.problem
-        for index, cost in enumerate(self._costs_of(layout.cuts)):
-            state = self.job.state_copies * cost.parameter_bytes
-            peak = problem.flights(layout.replicas, index, run_ahead)
-            activations = peak * cost.received_bytes + problem.kept(peak) * cost.saved_bytes
-            memory.append(state + activations + problem.joined_bytes(layout, index))
-        return memory
+        if layout.cuts not in self._known_traffic:
+            self._known_traffic[layout.cuts] = stage_traffic(self.costs, layout.cuts)
+        traffic = self._known_traffic[layout.cuts]
+        return [self.problem.peak(layout, stage, traffic[stage], run_ahead) for stage in range(len(layout.replicas))]
+
+    def device_peaks(self, layout: Layout) -> tuple[PeakMemory, ...]:
+        """Return the peak memory of each device, stage by stage."""
+        peaks = self.stage_peaks(layout, self.runs_ahead(layout))
+        return tuple(peak for peak, count in zip(peaks, layout.replicas, strict=True) for _ in range(count))
 
     def _costs_of(self, cuts: tuple[int, ...]) -> list[StageCost]:
         if cuts not in self._known:

@@ -9,7 +9,8 @@ from functools import lru_cache
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import NodeCost
-from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce
+from cnnstrategies.planning.memory import PartMemory, PeakMemory, StageLoad, StageTraffic, part_memory, stage_peak
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_gather, all_reduce
 from cnnstrategies.shares import deal, rotation, soonest
 
 
@@ -41,7 +42,9 @@ class Problem:
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
-        self._saved = self._sums(lambda node: node.saved_bytes)
+        # Cached results of `part_memory`. Keys are the first node and the end of a part.
+        self._parts: dict[tuple[int, int], PartMemory] = {}
+        self._statistics = self._sums(lambda node: node.statistics_bytes)
         # Cached results of `_stage`. Keys are the arguments of `_stage`.
         self._known: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
@@ -121,13 +124,32 @@ class Problem:
         # are held at the same time.
         return min(peak, {"never": peak, "except_last": 2, "always": 1}[self.job.checkpointings[0]])
 
-    def joined_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes of the network's results that a device of a stage holds.
+    def peak(self, layout: Layout, stage: int, traffic: StageTraffic, run_ahead: bool) -> PeakMemory:
+        """Return the peak memory of a device of a stage.
 
-        The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and its
-        gradient.
+        Args:
+            layout: Cuts and replicas.
+            stage: Index of the stage.
+            traffic: Bytes of the stage's messages for one microbatch.
+            run_ahead: Whether stages hold one additional microbatch.
         """
-        return 3 * self.microbatches * self.costs.output_bytes if stage == len(layout.replicas) - 1 else 0
+        start, end, replicas = list(self.stages(layout))[stage]
+        if (start, end) not in self._parts:
+            self._parts[start, end] = part_memory(self.costs, start, end)
+        held = self.flights(layout.replicas, stage, run_ahead)
+        own = max(self.dealt(sum(layout.replicas[:stage]), replicas))
+        load = StageLoad(
+            own=own,
+            held=held,
+            kept=self.kept(held),
+            interleaved=self.job.schedule == "1f1b",
+            replicas=replicas,
+            images=0 if stage else own * self.costs.input_bytes,
+            # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and
+            # its gradient.
+            outputs=3 * self.microbatches * self.costs.output_bytes if stage == len(layout.replicas) - 1 else 0,
+        )
+        return stage_peak(self._parts[start, end], traffic, load, self.job.state, self.costs.framework_bytes)
 
     def memory(self, layout: Layout) -> float:
         """Return an upper bound for the largest number of bytes that a device holds.
@@ -135,14 +157,15 @@ class Problem:
         The result is only a bound, because a stage is assumed to receive all values that cross the cut before it, even
         values that only later stages use.
         """
-        most = 0.0
+        peaks = []
         for stage, (start, end, _) in enumerate(self.stages(layout)):
-            peak = self.flights(layout.replicas, stage, self.job.run_ahead or False)
-            received = self.costs.sent_bytes[start] if start else self.costs.input_bytes
-            kept = self.kept(peak) * (self._saved[end] - self._saved[start])
-            state = self.job.state_copies * (self._parameters[end] - self._parameters[start])
-            most = max(most, state + peak * received + kept + self.joined_bytes(layout, stage))
-        return most
+            traffic = StageTraffic(
+                self.costs.sent_bytes[start] if start else 0,
+                self.costs.sent_gradient_bytes[start] if start else 0,
+                self.costs.sent_gradient_bytes[end],
+            )
+            peaks.append(self.peak(layout, stage, traffic, self.job.run_ahead or False).total)
+        return max(peaks)
 
     def model(self, layout: Layout) -> float:
         """Return the step time in seconds according to the formula of this class."""
@@ -191,14 +214,18 @@ class Problem:
             period = max(period, max(incoming, outgoing) * sharing / port)
         # Reductions overlap with the last backward pass of this stage, and then with the last backward passes of
         # earlier stages. The last bucket is only ready at the end of this stage's backward pass, so it overlaps with
-        # earlier stages only. `whole` is the time in seconds by which the reduction of all buckets is longer than all
-        # of these passes. `bucket` is the time by which the reduction of the last bucket is longer than the passes of
-        # the earlier stages.
+        # earlier stages only. `whole` is the time in seconds by which the reduction of all buckets, and the exchange of
+        # the means and variances of batch normalisation before them, is longer than all of these passes. `bucket` is
+        # the time by which the reduction of the last bucket is longer than the passes of the earlier stages.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
-        whole = reduction(parameters) - self._drain[end] / speed
+        gather = all_gather(cluster, first, replicas)
+        statistics = gather(self._statistics[end] - self._statistics[start])
+        is_last = end == len(costs.nodes)
+        results = gather(costs.output_bytes * self.microbatches / replicas) if is_last else 0.0
+        whole = statistics + reduction(parameters) - self._drain[end] / speed
         bucket = reduction(min(parameters, BUCKET_BYTES)) - self._drain[start] / speed
-        return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket)
+        return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket) + results
 
     def bound(self, layout: Layout) -> float:
         """Return a lower bound for the step time in seconds.

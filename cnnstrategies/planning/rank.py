@@ -14,6 +14,7 @@ from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.hybrid import Hybrid, hybrids
+from cnnstrategies.planning.memory import replica_peak
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
 
@@ -146,8 +147,10 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
                 if job.samples >= count * devices:
                     options = {"accumulate_grad_batches": count}
                     yield _priced(job, family, effect, job.equal(count), options=options, batches=count)
-    state = job.state_copies * job.profile.costs.parameter_bytes
-    dealt = job.dealt(lambda counts: _priced(job, "ddp", effect, counts).step, state)
+    dealt = job.dealt(
+        lambda counts: _priced(job, "ddp", effect, counts).step,
+        lambda count: replica_peak(job.profile.at(count), job.state, buckets=_buckets(job)),
+    )
     if dealt != equal:
         yield _priced(job, "ddp_balanced", effect, dealt, options={"initial_shares": list(dealt)})
 
@@ -181,12 +184,28 @@ def _priced(
     reduction = all_reduce(job.cluster, 0, devices)
     parts = stage.buckets(BUCKET_BYTES, backward, FIRST_BUCKET_BYTES)
     step = compute - backward + reduced_at(parts, backward, lambda size: reduction(size * factor))
+    buckets = _buckets(job, factor)
+    peak_of = {count: replica_peak(job.profile.at(count), job.state, batches, buckets) for count in set(counts)}
     return Candidate(
         family=family,
         options=options,
         effect=effect,
         step=step,
         sent_bytes=round(2 * (devices - 1) * stage.parameter_bytes * factor),
-        memory=job.state_copies * stage.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
+        peaks=tuple(peak_of[count] for count in counts),
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
+
+
+def _buckets(job: Job, factor: float = 1.0) -> float:
+    """Return the size of DDP's gradient buckets as a multiple of the gradients' size.
+
+    DDP copies all gradients into buckets, which exist in all steps. With compression a copy of a bucket is sent.
+
+    Args:
+        job: Network, cluster and batch.
+        factor: Bytes of the compressed gradients divided by the bytes of the gradients; 1 without compression.
+    """
+    if job.cluster.devices == 1:
+        return 0.0
+    return 1.0 if factor == 1 else 1.0 + factor

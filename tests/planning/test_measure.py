@@ -68,6 +68,7 @@ def test_nodes_cost_time_and_bytes(microbatch: Tensor) -> None:
         "shared parameters count once"
     )
     assert nodes["mul"].parameter_bytes == network.scale.nbytes
+    assert {node.name: node.statistics_bytes for node in costs.nodes if node.statistics_bytes} == {"norm": 16 * 16}
     assert nodes["halves"].parameter_bytes > nodes["halves_1"].parameter_bytes == 0
     position = {node.name: index for index, node in enumerate(costs.nodes)}
     assert position["halves_1"] not in costs.cut_positions, "uses of the same parameters stay together"
