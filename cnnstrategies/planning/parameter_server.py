@@ -65,7 +65,7 @@ class ParameterServer:
                 effect=Effect.LEARNING if learns else Effect.ROUNDING,
                 step=step,
                 sent_bytes=round(2 * self.workers * mean.parameter_bytes * self.leaving),
-                memory=2 * mean.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
+                loads=job.loads(counts, 2 * mean.parameter_bytes),
                 bottleneck=bottleneck,
             )
 

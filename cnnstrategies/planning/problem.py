@@ -2,15 +2,32 @@
 
 import heapq
 import itertools
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import NodeCost
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce
 from cnnstrategies.shares import deal, rotation, soonest
+
+
+class Section(NamedTuple):
+    """The nodes and the devices of a stage.
+
+    Attributes:
+        start: Index of the stage's first node.
+        end: Index of the stage's last node, plus 1.
+        first: Number of the stage's first device.
+        replicas: Number of replicas of the stage, which use consecutive devices.
+    """
+
+    start: int
+    end: int
+    first: int
+    replicas: int
 
 
 class Problem:
@@ -42,8 +59,12 @@ class Problem:
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
         self._saved = self._sums(lambda node: node.saved_bytes)
-        # Cached results of `_stage`. Keys are the arguments of `_stage`.
-        self._known: dict[tuple[int, int, int, int], tuple[float, float]] = {}
+        self._devices = job.cluster.devices if job.replicas is None else sum(job.replicas)
+        # Cached results of `_stage`, `dealt`, `_excess` and `_received`, by their arguments.
+        self._known: dict[Section, tuple[float, float]] = {}
+        self._deals: dict[Section, tuple[int, ...]] = {}
+        self._excesses: dict[Section, float] = {}
+        self._arriving: dict[tuple[int, int], int] = {}
 
     def _sums(self, cost: Callable[[NodeCost], float]) -> list[float]:
         """Return the running sums of a cost over the nodes, starting with 0."""
@@ -56,60 +77,83 @@ class Problem:
         """
         return self._time[end] - self._time[start]
 
-    def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each stage: index of the first node, index after the last node, and number of replicas."""
+    def sections(self, layout: Layout) -> list[Section]:
+        """Return the nodes and the devices of each stage."""
         bounds = (0, *layout.cuts, len(self.costs.nodes))
-        return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
+        firsts = itertools.accumulate(layout.replicas[:-1], initial=0)
+        return list(map(Section, bounds[:-1], bounds[1:], firsts, layout.replicas))
 
-    def dealt(self, first: int, replicas: int) -> tuple[int, ...]:
+    def dealt(self, section: Section) -> tuple[int, ...]:
         """Return the number of microbatches of each replica of a stage.
 
         If the job sets shares, the microbatches are divided in proportion to the shares. Otherwise they are divided so
-        that the stage finishes all microbatches as early as possible.
+        that the stage finishes all microbatches as early as possible, and so that each replica's microbatches fit into
+        the memory of its device. If no division fits, the limits of the memory are ignored.
+        """
+        if section not in self._deals:
+            self._deals[section] = self._deal(section)
+        return self._deals[section]
+
+    def _deal(self, section: Section) -> tuple[int, ...]:
+        devices = slice(section.first, section.first + section.replicas)
+        if self.job.shares is not None:
+            return deal(self.microbatches, self.job.shares[devices], least=1)
+        speeds = self.cluster.speeds[devices]
+        if not self.job.is_limited:
+            return soonest(self.microbatches, speeds)
+        most = {limit: self._most_held(section, limit) for limit in set(self.job.limits[devices])}
+        held = tuple(most[limit] for limit in self.job.limits[devices])
+        return _fitting(self.microbatches, speeds, held, self._stretch(section, self.job.run_ahead or False))
+
+    def _most_held(self, section: Section, limit: float) -> int:
+        """Return the largest number of microbatches that a device of a stage may hold at once.
 
         Args:
-            first: First device of the stage.
-            replicas: Number of replicas of the stage.
+            section: The stage.
+            limit: Bytes of the device's memory.
         """
-        if self.job.shares is not None:
-            return deal(self.microbatches, self.job.shares[first : first + replicas], least=1)
-        return soonest(self.microbatches, self.cluster.speeds[first : first + replicas])
+        return bisect_right(range(1, self.microbatches + 1), limit, key=lambda peak: self.memory_with(section, peak))
 
-    def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
+    def _stretch(self, section: Section, run_ahead: bool) -> int:
+        """Return the number of consecutive microbatches that all replicas of a stage together may hold at once."""
+        if self.job.schedule != "1f1b":
+            return self.microbatches
+        # The number of ranks from this stage to the last stage, and one more if stages run ahead.
+        return self._devices - section.first + (run_ahead and not self.is_last(section))
+
+    def is_last(self, section: Section) -> bool:
+        """Whether a stage is the last stage."""
+        return section.end == len(self.costs.nodes)
+
+    def shares(self, layout: Layout) -> tuple[int, ...]:
         """Return the number of microbatches of each device.
 
-        If the numbers differ by at most one within every stage, the layout needs no shares, and the tuple is empty.
+        If every stage divides its microbatches as equal shares would, the layout needs no shares, and the tuple is
+        empty.
         """
-        stages = [self.dealt(sum(replicas[:stage]), count) for stage, count in enumerate(replicas)]
-        return tuple(itertools.chain(*stages)) if any(max(counts) > min(counts) + 1 for counts in stages) else ()
+        stages = [self.dealt(section) for section in self.sections(layout)]
+        equal = all(counts == deal(self.microbatches, [1] * len(counts)) for counts in stages)
+        return () if equal else tuple(itertools.chain(*stages))
 
-    def work(self, first: int, replicas: int) -> tuple[int, float]:
+    def work(self, section: Section) -> tuple[int, float]:
         """Return the number of microbatches and the device speed of the slowest replica of a stage.
 
         The slowest replica takes longest for all its microbatches together.
-
-        Args:
-            first: First device of the stage.
-            replicas: Number of replicas of the stage.
         """
-        pairs = zip(self.dealt(first, replicas), self.cluster.speeds[first : first + replicas], strict=True)
+        devices = slice(section.first, section.first + section.replicas)
+        pairs = zip(self.dealt(section), self.cluster.speeds[devices], strict=True)
         return max(pairs, key=lambda pair: pair[0] / pair[1])
 
-    def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
-        """Return the largest number of microbatches that a replica of a stage holds at once.
+    def flights(self, section: Section, run_ahead: bool) -> tuple[int, ...]:
+        """Return the largest number of microbatches that each replica of a stage holds at once.
 
         Args:
-            replicas: Number of replicas of each stage.
-            stage: Index of the stage.
+            section: The stage.
             run_ahead: Whether stages hold one additional microbatch.
         """
-        counts = self.dealt(sum(replicas[:stage]), replicas[stage])
-        if self.job.schedule != "1f1b":
-            return max(counts)
-        # The microbatches that the replicas of a stage hold at once are consecutive. Their number is at most the number
-        # of ranks from this stage to the last stage, and one more if stages run ahead. The result is the largest number
-        # of these microbatches that belong to one replica.
-        return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
+        # The microbatches that the replicas of a stage hold at once are consecutive. A replica holds those that belong
+        # to it.
+        return _held(self.dealt(section), self._stretch(section, run_ahead))
 
     def kept(self, peak: int) -> int:
         """Return the largest number of microbatches whose activations a device holds at once.
@@ -121,57 +165,78 @@ class Problem:
         # are held at the same time.
         return min(peak, {"never": peak, "except_last": 2, "always": 1}[self.job.checkpointings[0]])
 
-    def joined_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes of the network's results that a device of a stage holds.
+    def memory_with(self, section: Section, peak: int) -> int:
+        """Return the bytes that a device of a stage holds at once.
 
-        The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and its
-        gradient.
+        Args:
+            section: The stage.
+            peak: Largest number of microbatches that the device holds at once.
         """
-        return 3 * self.microbatches * self.costs.output_bytes if stage == len(layout.replicas) - 1 else 0
+        start, end = section.start, section.end
+        state = self.job.state_copies * (self._parameters[end] - self._parameters[start])
+        kept = self.kept(peak) * (self._saved[end] - self._saved[start])
+        # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and its
+        # gradient.
+        joined = 3 * self.microbatches * self.costs.output_bytes if self.is_last(section) else 0
+        return round(state + peak * self._received(start, end) + kept + joined)
 
-    def memory(self, layout: Layout) -> float:
-        """Return an upper bound for the largest number of bytes that a device holds.
+    def _received(self, start: int, end: int) -> int:
+        """Return the bytes of a microbatch's inputs of the stage with nodes ``[start, end)``."""
+        if (start, end) not in self._arriving:
+            self._arriving[start, end] = (0 if start else self.costs.input_bytes) + sum(
+                value.bytes
+                for value in self.costs.values
+                if value.producer < start and any(start <= consumer < end for consumer in value.consumers)
+            )
+        return self._arriving[start, end]
 
-        The result is only a bound, because a stage is assumed to receive all values that cross the cut before it, even
-        values that only later stages use.
+    def device_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
+        """Return the largest number of bytes that each device holds at once.
+
+        The memory contains the training state and the activations of all microbatches that the device holds at once.
+
+        Args:
+            layout: Cuts and replicas.
+            run_ahead: Whether stages hold one additional microbatch.
         """
-        most = 0.0
-        for stage, (start, end, _) in enumerate(self.stages(layout)):
-            peak = self.flights(layout.replicas, stage, self.job.run_ahead or False)
-            received = self.costs.sent_bytes[start] if start else self.costs.input_bytes
-            kept = self.kept(peak) * (self._saved[end] - self._saved[start])
-            state = self.job.state_copies * (self._parameters[end] - self._parameters[start])
-            most = max(most, state + peak * received + kept + self.joined_bytes(layout, stage))
-        return most
+        return [
+            self.memory_with(section, peak)
+            for section in self.sections(layout)
+            for peak in self.flights(section, run_ahead)
+        ]
+
+    def excess(self, layout: Layout) -> float:
+        """Return the largest number of bytes by which a device exceeds its memory; 0 if no device does."""
+        return max(map(self._excess, self.sections(layout))) if self.job.is_limited else 0.0
+
+    def _excess(self, section: Section) -> float:
+        if section not in self._excesses:
+            limits = self.job.limits[section.first : section.first + section.replicas]
+            flights = self.flights(section, self.job.run_ahead or False)
+            over = [self.memory_with(section, peak) - limit for peak, limit in zip(flights, limits, strict=True)]
+            self._excesses[section] = max(0.0, *over)
+        return self._excesses[section]
 
     def model(self, layout: Layout) -> float:
         """Return the step time in seconds according to the formula of this class."""
         fill = slowest = 0.0
-        first = 0
-        for start, end, replicas in self.stages(layout):
-            key = (start, end, first, replicas)
-            if key not in self._known:
-                self._known[key] = self._stage(*key)
-            time, others = self._known[key]
+        for section in self.sections(layout):
+            if section not in self._known:
+                self._known[section] = self._stage(section)
+            time, others = self._known[section]
             fill, slowest = fill + time, max(slowest, others)
-            first += replicas
         return fill + slowest
 
-    def _stage(self, start: int, end: int, first: int, replicas: int) -> tuple[float, float]:
+    def _stage(self, section: Section) -> tuple[float, float]:
         """Return the two times of a stage from which :meth:`model` computes the step time, in seconds.
-
-        Args:
-            start: Index of the stage's first node.
-            end: Index of the stage's last node, plus 1.
-            first: Number of the stage's first device.
-            replicas: Number of replicas of the stage.
 
         Returns:
             First, the time of one microbatch: its forward and backward, and the transfers to and from the next stage.
             Second, the additional time for the other microbatches and for the reduction of the gradients.
         """
+        start, end, first, replicas = section
         costs, cluster, after = self.costs, self.cluster, first + replicas
-        rounds, speed = self.work(first, replicas)
+        rounds, speed = self.work(section)
         time = self.time(start, end) / speed
         transfer = 0.0
         if after < cluster.devices:
@@ -206,12 +271,12 @@ class Problem:
         A stage cannot start before a microbatch has passed all earlier stages. The stage then needs the time for all
         its microbatches. For each stage, the sum of these two times is a lower bound. The result is the largest sum.
         """
-        first, before, longest = 0, 0.0, 0.0
-        for start, end, replicas in self.stages(layout):
-            rounds, speed = self.work(first, replicas)
+        before = longest = 0.0
+        for section in self.sections(layout):
+            start, end, first, replicas = section
+            rounds, speed = self.work(section)
             longest = max(longest, before + rounds * self.time(start, end) / speed)
             before += self.time(start, end) / max(self.cluster.speeds[first : first + replicas])
-            first += replicas
         return longest
 
     def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
@@ -237,18 +302,49 @@ class Problem:
 
 
 @lru_cache(maxsize=4096)
-def _most_for_one_replica(counts: tuple[int, ...], stretch: int) -> int:
-    """Return the largest number of microbatches that one replica has among any ``stretch`` consecutive microbatches.
+def _held(counts: tuple[int, ...], stretch: int) -> tuple[int, ...]:
+    """Return, for each replica, the largest number of its microbatches among any ``stretch`` consecutive microbatches.
 
     Args:
         counts: Number of microbatches of each replica in a step.
         stretch: Number of consecutive microbatches.
     """
+    if stretch >= sum(counts):
+        return counts
     microbatches_of: list[list[int]] = [[] for _ in counts]
     for microbatch, replica in enumerate(rotation(counts, sum(counts))):
         microbatches_of[replica].append(microbatch)
-    return max(
-        bisect_left(microbatches, microbatch + stretch) - index
+    return tuple(
+        max(
+            (bisect_left(microbatches, microbatch + stretch) - index for index, microbatch in enumerate(microbatches)),
+            default=0,
+        )
         for microbatches in microbatches_of
-        for index, microbatch in enumerate(microbatches)
     )
+
+
+@lru_cache(maxsize=4096)
+def _fitting(count: int, speeds: tuple[float, ...], most_held: tuple[int, ...], stretch: int) -> tuple[int, ...]:
+    """Divide microbatches as :func:`soonest` does, so that no replica holds more microbatches at once than it may.
+
+    A replica that would hold too many microbatches gets one less, and the others are divided again.
+
+    Args:
+        count: Number of microbatches.
+        speeds: Speed of each replica, in microbatches per unit of time.
+        most_held: Largest number of microbatches that each replica may hold at once.
+        stretch: Number of consecutive microbatches that all replicas together hold at once.
+
+    Returns:
+        The number of microbatches of each replica. If no division fits, the limits ``most_held`` are ignored.
+    """
+    bounds = [count] * len(speeds)
+    while True:
+        counts = soonest(count, speeds, tuple(bounds))
+        full = [replica for replica, held in enumerate(_held(counts, stretch)) if held > most_held[replica]]
+        if not full:
+            return counts
+        for replica in full:
+            bounds[replica] = counts[replica] - 1
+        if min(bounds) < 1 or sum(bounds) < count:
+            return soonest(count, speeds)

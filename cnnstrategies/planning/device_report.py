@@ -1,0 +1,72 @@
+"""Tables of the best plans for unequal devices: each device's work and peak memory, and what limits the device."""
+
+from collections.abc import Iterator
+from math import inf
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from cnnstrategies.planning.candidates import Candidate, Effect, Job
+from cnnstrategies.planning.costs import digits, format_bytes
+from cnnstrategies.planning.hybrid import Hybrid
+from cnnstrategies.planning.rank import Ranking
+
+SHOWN = 3  # Number of plans that are shown.
+BUSY = 0.9  # A device that computes for at least this fraction of a step is limited by its own speed.
+
+
+def best_plans(ranking: Ranking) -> list[Candidate]:
+    """Return the best plans, at most `SHOWN`. Plans that change the training result come last."""
+    return [*ranking.same, *ranking.changing][:SHOWN]
+
+
+def plans_report(ranking: Ranking) -> Group:
+    """Return a heading and a table for each of the best plans, followed by the notes."""
+    parts: list[Table | Text] = []
+    for number, row in enumerate(best_plans(ranking), start=1):
+        learning = "; changes learning" if row.effect == Effect.LEARNING else ""
+        heading = f"{number}. {row}: {digits(row.step * 1e3, 4)} ms/step, {digits(ranking.rate(row), 4)} samples/s"
+        parts += [Text(heading + learning), _devices_table(ranking.job, row)]
+    return Group(*parts, Text("\n".join(f"- {note}" for note in ranking.notes)))
+
+
+def _devices_table(job: Job, row: Candidate) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    unit = "microbatches" if isinstance(row, Hybrid) else "samples"
+    for name in ("device", "speed", "memory", "peak", unit, "busy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("limited by")
+    reasons = limits(job, row)
+    for device, load in enumerate(row.loads):
+        limit = job.limits[device]
+        table.add_row(
+            str(device),
+            f"{job.cluster.speeds[device]:g}",
+            "any" if limit == inf else format_bytes(limit),
+            format_bytes(load.memory),
+            str(load.units),
+            f"{min(1.0, load.seconds / row.step):.0%}",
+            next(reasons),
+        )
+    return table
+
+
+def limits(job: Job, row: Candidate) -> Iterator[str]:
+    """Yield what limits each device: its memory, its speed, a slower device, or the network.
+
+    A device is limited by its memory if one more sample or microbatch would not fit.
+    """
+    busy = [load.seconds / row.step for load in row.loads]
+    slowest = busy.index(max(busy))
+    unit = "microbatch" if isinstance(row, Hybrid) else "sample"
+    for device, load in enumerate(row.loads):
+        if load.memory + load.unit_memory > job.limits[device]:
+            yield f"memory: one more {unit} needs {format_bytes(load.unit_memory)}"
+        elif busy[device] >= BUSY:
+            yield "compute"
+        elif busy[slowest] >= BUSY:
+            yield f"device {slowest}, which is slower"
+        else:
+            yield "compute" if row.bottleneck == "compute" and device == slowest else row.bottleneck
