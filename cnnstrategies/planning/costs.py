@@ -17,6 +17,8 @@ class NodeCost:
         parameter_bytes: Bytes of the node's parameters.
         saved_bytes: Bytes of the tensors that the node makes and that autograd saves for the backward of this node or
             of a later node.
+        statistics_bytes: Bytes of the means and variances of batch normalisation that a replica of a pipeline's stage
+            sends to each other replica of the stage in a step, whatever the number of microbatches.
     """
 
     name: str
@@ -24,6 +26,7 @@ class NodeCost:
     backward: float
     parameter_bytes: int = 0
     saved_bytes: int = 0
+    statistics_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,15 @@ class Link:
         if members < 2 or not size:
             return 0.0
         return 2 * (members - 1) * (2 * self.work + self.latency + size / members / self.bandwidth)
+
+    def all_gather_time(self, size: float, members: int) -> float:
+        """Return the seconds until each of ``members`` devices has the ``size`` bytes of each other device.
+
+        The ring takes n - 1 steps. In each step every member sends and receives ``size`` bytes.
+        """
+        if members < 2 or not size:
+            return 0.0
+        return (members - 1) * (2 * self.work + self.latency + size / self.bandwidth)
 
 
 @dataclass(frozen=True)

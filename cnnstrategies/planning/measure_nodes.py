@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cnnstrategies.pipeline.batch_statistics import ENTRY_BYTES
+from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.graph_checks import preserved
 from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.pipeline.node_uses import changed_in_place, ordered_nodes, origins, state_names
@@ -66,7 +68,10 @@ def profile(
         walk.run()
     position = {node: index for index, node in enumerate(order)}
     owned = _parameter_bytes(traced, order)
-    nodes = tuple(NodeCost(node.name, *walk.times[node], owned[node], walk.saved_bytes[node]) for node in order)
+    nodes = tuple(
+        NodeCost(node.name, *walk.times[node], owned[node], walk.saved_bytes[node], _statistics_bytes(traced, node))
+        for node in order
+    )
     values = []
     input_bytes = sum(tensor.nbytes for tensor in tree_leaves(microbatch))
     for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
@@ -447,6 +452,14 @@ def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[f
         seen |= new
         owned[node] = sum(parameter.nbytes for parameter in new)
     return owned
+
+
+def _statistics_bytes(traced: fx.GraphModule, node: fx.Node) -> int:
+    """Return the bytes of the means and variances that a node's BatchNorm layers record in training."""
+    if node.op != "call_module":
+        return 0
+    layers: list[Any] = [*filter(is_batch_norm, traced.get_submodule(str(node.target)).modules())]
+    return sum(2 * ENTRY_BYTES * int(layer.num_features) for layer in layers if layer.track_running_stats)
 
 
 def _address(tensor: Tensor) -> int:

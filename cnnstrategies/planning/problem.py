@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import NodeCost
-from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_gather, all_reduce
 from cnnstrategies.shares import deal, rotation, soonest
 
 
@@ -58,6 +58,7 @@ class Problem:
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
+        self._statistics = self._sums(lambda node: node.statistics_bytes)
         self._saved = self._sums(lambda node: node.saved_bytes)
         self._devices = job.cluster.devices if job.replicas is None else sum(job.replicas)
         # Cached results of `_stage`, `dealt`, `_excess` and `_received`, by their arguments.
@@ -256,12 +257,13 @@ class Problem:
             period = max(period, max(incoming, outgoing) * sharing / port)
         # Reductions overlap with the last backward pass of this stage, and then with the last backward passes of
         # earlier stages. The last bucket is only ready at the end of this stage's backward pass, so it overlaps with
-        # earlier stages only. `whole` is the time in seconds by which the reduction of all buckets is longer than all
-        # of these passes. `bucket` is the time by which the reduction of the last bucket is longer than the passes of
-        # the earlier stages.
+        # earlier stages only. `whole` is the time in seconds by which the reduction of all buckets, and the exchange of
+        # the means and variances of batch normalisation before them, is longer than all of these passes. `bucket` is
+        # the time by which the reduction of the last bucket is longer than the passes of the earlier stages.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
-        whole = reduction(parameters) - self._drain[end] / speed
+        statistics = all_gather(cluster, first, replicas)(self._statistics[end] - self._statistics[start])
+        whole = statistics + reduction(parameters) - self._drain[end] / speed
         bucket = reduction(min(parameters, BUCKET_BYTES)) - self._drain[start] / speed
         return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket)
 
