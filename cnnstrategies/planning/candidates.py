@@ -43,6 +43,8 @@ class Job:
             None, stages run ahead if that saves time and fits into memory.
         state_copies: Training state (parameters, gradients and optimizer state) as a multiple of the parameters' size.
         memory_limit: Limit in bytes that the user sets for a device's memory; None if the user sets no limit.
+        precision: Value of ``trainer.precision`` with which the profile was measured, if this is not the value that the
+            user configured, because nothing fits into memory with that value.
     """
 
     profile: Profile
@@ -58,6 +60,7 @@ class Job:
     run_ahead: bool | None = None
     state_copies: int = 4
     memory_limit: int | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -129,10 +132,8 @@ class Job:
             state: Bytes that a device holds in addition to the activations of its samples.
             batches: Number of batches in a step. The result is for the largest batch.
         """
-        counts = self.equal(batches)
-        samples, whole = sum(counts), self.profile.costs
-        of_sample = max(1.0, whole.kept_bytes / whole.microbatch_size)
-        most = [limit if limit == inf else max(0, int((limit - state) / of_sample)) for limit in self.limits]
+        counts, most = self.equal(batches), self.most_samples(state)
+        samples = sum(counts)
         least = NORMALISED_TOGETHER if self.profile.batch_norm else 1
         if sum(most) < samples or min(most) < min(least, samples // len(most)):
             return counts
@@ -145,6 +146,16 @@ class Job:
             if step(new_counts) >= step(counts):
                 return counts
             counts = new_counts
+
+    def most_samples(self, state: int) -> list[float]:
+        """Return the largest number of samples that fits into each device's memory; infinite without a limit.
+
+        Args:
+            state: Bytes that a device holds in addition to the activations of its samples.
+        """
+        whole = self.profile.costs
+        of_sample = max(1.0, whole.kept_bytes / whole.microbatch_size)
+        return [limit if limit == inf else max(0, int((limit - state) / of_sample)) for limit in self.limits]
 
     def slowest(self, counts: Sequence[int]) -> tuple[GraphCosts, float]:
         """Find the device that takes longest to compute its samples.

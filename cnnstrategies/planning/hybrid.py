@@ -12,6 +12,7 @@ from cnnstrategies.planning.stage_costs import sent_in_a_step
 # A search for the best layout takes long, so layouts are searched for only `SEARCHES` different numbers of
 # microbatches. For other numbers of microbatches, only the layouts that these searches found are compared.
 SEARCHES = 2
+MOST_MICROBATCHES = 1024  # Largest number of microbatches that is tried if nothing fits into memory.
 SHOWN = 64  # Largest number of devices for which a plan shows a pipeline even if data parallelism is faster.
 SMALLEST_SHARE = 8  # If only one batch size was measured, microbatches have at least 1/8 of this batch's samples.
 
@@ -91,11 +92,11 @@ def _microbatches(job: Job) -> list[int]:
 
 
 def _more_microbatches(job: Job, most: int) -> Iterator[int]:
-    """Yield larger numbers of microbatches than ``most``, up to one sample in a microbatch.
+    """Yield larger numbers of microbatches than ``most``, up to one sample in a microbatch or `MOST_MICROBATCHES`.
 
     If the job sets the number, or if memory is not limited, yield nothing.
     """
-    while job.microbatches is None and job.is_limited and 2 * most <= job.samples:
+    while job.microbatches is None and job.is_limited and 2 * most <= min(job.samples, MOST_MICROBATCHES):
         most *= 2
         yield most
 

@@ -9,7 +9,8 @@ from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.rank import data_parallel
 
-FAMILIES = ("ddp", "ddp_balanced", "hybrid", "parameter_server")  # Strategies that `--largest_batch` compares.
+# Strategies with which the largest batch is searched if no configuration names one.
+FAMILIES: tuple[str, ...] = ("ddp", "ddp_balanced", "hybrid", "parameter_server")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class ParameterServer:
         dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
             ("parameter_server", {}, equal, *self._synchronous(equal)),
-            ("parameter_server", {"shares": "auto", "initial_shares": list(dealt)}, dealt, *self._synchronous(dealt)),
+            ("parameter_server", self._shares(dealt), dealt, *self._synchronous(dealt)),
             ("parameter_server_async", {}, equal, free, waits),
             ("parameter_server_ssp", {"staleness": STALENESS}, equal, bounded, waits),
         ]
@@ -68,6 +68,13 @@ class ParameterServer:
                 loads=job.loads(counts, 2 * mean.parameter_bytes),
                 bottleneck=bottleneck,
             )
+
+    def _shares(self, counts: Sequence[int]) -> dict[str, Any]:
+        """Return the options for shares. They are fixed if a device's memory has no room for one more sample."""
+        most = self.job.most_samples(2 * self.job.profile.costs.parameter_bytes)
+        if any(count + 1 > fitting for count, fitting in zip(counts, most, strict=True)):
+            return {"shares": list(counts)}
+        return {"shares": "auto", "initial_shares": list(counts)}
 
     def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
         """Return the seconds of a synchronous step, and the bottleneck.

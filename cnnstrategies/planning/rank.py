@@ -5,7 +5,7 @@ This module also computes the costs of DDP, to which all other strategies are co
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -87,7 +87,9 @@ def rank(job: Job) -> Ranking:
     """
     best: dict[tuple[str, bool], Candidate] = {}
     too_large = []
-    for row in candidates(job):
+    for candidate in candidates(job):
+        # Another precision than the user's changes the training result.
+        row = candidate if job.precision is None else replace(candidate, effect=Effect.LEARNING)
         if job.excess(row.memories):
             too_large.append(row)
         elif (key := (row.family, row.effect == Effect.LEARNING)) not in best or row.step < best[key].step:
@@ -95,6 +97,8 @@ def rank(job: Job) -> Ranking:
     if not best:
         raise NothingFitsError(_nothing_fits(job, too_large))
     notes = [f"{row}: {_too_large(job, row)}" for row in too_large]
+    if job.precision is not None:
+        notes.append(f"nothing fits with the configured precision, so all plans have trainer.precision {job.precision}")
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
     notes += _reasons(same)
@@ -122,8 +126,7 @@ def _nothing_fits(job: Job, rows: Sequence[Candidate]) -> str:
     excess = format_bytes(job.excess(closest.memories))
     return (
         f"no strategy fits into the devices' memory: {closest} comes closest, and {_too_large(job, closest)}: {excess} "
-        f"too much on device {device}; use a smaller batch, a device {device} with more memory, more devices, or "
-        "--trainer.precision bf16-mixed"
+        f"too much on device {device}; use a smaller batch, a device {device} with more memory, or more devices"
     )
 
 
@@ -181,9 +184,13 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
             # With gradient accumulation, BatchNorm normalises smaller batches, which changes the training result. So if
             # the network has BatchNorm, `effect` is LEARNING.
             for count in ACCUMULATED:
-                if job.samples >= count * devices:
-                    options = {"accumulate_grad_batches": count}
-                    yield _priced(job, family, effect, job.equal(count), options=options, batches=count)
+                if job.samples < count * devices:
+                    break
+                options = {"accumulate_grad_batches": count}
+                row = _priced(job, family, effect, job.equal(count), options=options, batches=count)
+                yield row
+                if not job.excess(row.memories):
+                    break
     yield from _balanced(job, effect)
 
 
@@ -203,9 +210,12 @@ def _balanced(job: Job, effect: Effect) -> Iterator[Candidate]:
 
         dealt = job.dealt(step, state, batches)
         options: dict[str, Any] = {"accumulate_grad_batches": batches} if batches > 1 else {}
-        row = _priced(
-            job, "ddp_balanced", effect, dealt, options=options | {"initial_shares": list(dealt)}, batches=batches
-        )
+        options["initial_shares"] = list(dealt)
+        most = [int(min(fitting, sum(dealt))) for fitting in job.most_samples(state)]
+        if min(most) < sum(dealt):
+            # Training measures the shares, and must not give a device more samples than fit into its memory.
+            options["max_samples"] = most
+        row = _priced(job, "ddp_balanced", effect, dealt, options=options, batches=batches)
         if dealt != job.equal(batches):
             yield row
         if not job.excess(row.memories):

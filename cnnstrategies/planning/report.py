@@ -141,6 +141,8 @@ def trainer_section(ranking: Ranking, row: Candidate) -> tuple[dict[str, Any], l
             f"The machines have {', '.join(map(str, counts))} devices, but Lightning starts the same number of ranks "
             "on each machine: set trainer.num_nodes and trainer.devices yourself."
         )
+    if job.precision is not None:
+        trainer["precision"] = job.precision
     options = dict(row.options)
     trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
     if isinstance(row, Hybrid):

@@ -5,13 +5,14 @@ import itertools
 import random
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import pytest
 from planning.random_graphs import best_of_all, chain, predictor, random_question, with_unequal_memories
 from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.candidates import Candidate, Job
+from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.device_report import best_plans, plans_report
@@ -19,6 +20,7 @@ from cnnstrategies.planning.devices import Device, described, read_devices
 from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.largest_batch import largest_of
 from cnnstrategies.planning.rank import NothingFitsError, data_parallel, rank
+from cnnstrategies.planning.report import trainer_section
 
 pytestmark = pytest.mark.light
 
@@ -37,7 +39,8 @@ def job(*devices: Device, samples: int = 60, parameters: int = 1000, saved: int 
 
 
 def by_family(made: Job) -> dict[str, Candidate]:
-    return {row.family: row for row in data_parallel(made) if not made.excess(row.memories)}
+    rows = [row for row in data_parallel(made) if not made.excess(row.memories)]
+    return {row.family: row for row in sorted(rows, key=lambda row: -row.step)}
 
 
 def test_a_text_describes_devices() -> None:
@@ -68,7 +71,7 @@ def test_a_wrong_text_is_refused_with_the_remedy(text: str, message: str) -> Non
     assert message in str(error.value)
 
 
-def test_a_machine_of_a_cluster_file_may_have_unequal_devices(tmp_path) -> None:
+def test_a_machine_of_a_cluster_file_may_have_unequal_devices(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     node = "nodes: [{{devices: {}, inside: {{gbit: 80}}, interconnect: {{gbit: 1}}{}}}, {{interconnect: {{gbit: 1}}}}]"
     file.write_text(node.format("'1x24GiB, 2x8GiB@0.4'", ""))
@@ -152,6 +155,7 @@ def test_shares_and_accumulation_keep_each_devices_limit() -> None:
     assert equal["ddp"].options == {}
     rows = by_family(job(Device(memory=room(50)), Device(memory=room(10))))
     assert [load.units for load in rows["ddp_balanced"].loads] == [50, 10], "equal shares do not fit, these do"
+    assert rows["ddp_balanced"].options["max_samples"] == [50, 10]
     assert rows["ddp"].options == {"accumulate_grad_batches": 4}, "10 samples fit on the smaller device, 15 do not"
     rows = by_family(job(Device(memory=room(20)), Device(memory=room(8), speed=0.5)))
     options = rows["ddp_balanced"].options
@@ -160,34 +164,45 @@ def test_shares_and_accumulation_keep_each_devices_limit() -> None:
 
 
 def test_nothing_fits_names_the_device_and_the_missing_memory() -> None:
-    made = job(Device(memory=10**6), Device(memory=12000), samples=60)
+    made = job(Device(memory=10**6), Device(memory=1000), samples=60)
     with pytest.raises(NothingFitsError) as error:
         rank(made)
     text = str(error.value)
     assert "comes closest, and needs" in text
-    assert "on device 1, which has 12 KiB" in text
-    assert "too much on device 1; use a smaller batch, a device 1 with more memory, more devices" in text
+    assert "on device 1, which has 1.0 KiB" in text
+    assert "too much on device 1; use a smaller batch, a device 1 with more memory, or more devices" in text
 
 
-@pytest.mark.parametrize("family", ["ddp", "ddp_balanced", "hybrid", "parameter_server"])
-def test_the_largest_batch_is_the_largest_that_fits(family: str) -> None:
+def test_another_precision_changes_learning_and_is_written(tmp_path: Path) -> None:
+    made = job(Device(), Device())
+    assert rank(made).same
+    changed = rank(replace(made, precision="bf16-mixed"))
+    assert not changed.same
+    assert {row.effect for row in changed.changing} == {Effect.LEARNING}
+    assert any("all plans have trainer.precision bf16-mixed" in note for note in changed.notes)
+    assert trainer_section(changed, changed.best)[0]["precision"] == "bf16-mixed"
+    assert "precision" not in trainer_section(rank(made), rank(made).best)[0]
+
+
+def test_the_largest_batch_is_the_largest_that_fits() -> None:
     made = job(Device(memory=200_000), Device(memory=90_000, speed=0.5))
-
-    def fits(samples: int) -> bool:
-        return largest_of(made, [family], samples) is not None and any(
-            row.family == family and "accumulate_grad_batches" not in row.options and not made.excess(row.memories)
-            for row in rank(replace(made, samples=samples)).same
-        )
-
-    largest = largest_of(made, [family], 500)
-    assert largest is not None
-    assert not made.excess(largest.row.memories)
-    beyond = largest_of(made, [family], largest.samples + 7)
-    assert beyond is not None
-    assert beyond.samples == largest.samples
-    assert largest_of(made, [family], 5).samples == 5, "there are only 5 training samples"
-    tiny = job(Device(memory=100), Device(memory=100))
-    assert largest_of(tiny, [family], 500) is None
+    sample, state = 4100, 16000
+    most = (200_000 - state) // sample, (90_000 - state) // sample
+    for families, samples in ((["ddp"], 2 * most[1] + 1), (["ddp", "ddp_balanced"], sum(most))):
+        largest = largest_of(made, families, 500)
+        assert largest is not None
+        assert largest.samples == samples
+        assert not made.excess(largest.row.memories)
+    server = largest_of(made, ["parameter_server"], 500)
+    assert server is not None
+    assert server.samples > sum(most), "the servers keep the optimizer's state"
+    pipeline = largest_of(made, ["hybrid"], 500)
+    assert pipeline is not None
+    assert pipeline.samples == 500, "with more microbatches, a pipeline holds no more samples at once"
+    few = largest_of(made, ["ddp"], 5)
+    assert few is not None
+    assert few.samples == 5, "there are only 5 training samples"
+    assert largest_of(job(Device(memory=100), Device(memory=100)), ["ddp", "hybrid"], 500) is None
 
 
 def test_the_table_shows_what_limits_each_device() -> None:

@@ -3,6 +3,7 @@
 With a profile from a file, the command imports neither torch nor Lightning, and takes only a second.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,18 +52,29 @@ def main(options: PlanOptions, arguments: Sequence[str]) -> None:
             most = training_samples(configuration.data(), MOST)
         show_largest(job, families, most, configuration, options.write)
         return
-    show(rank_or_advise(job), options, configuration)
+    show(fitting(job, configuration), options, configuration)
 
 
-def rank_or_advise(job: Job) -> Ranking:
-    """Rank the strategies; if none fits into memory, add to the error message the largest batch that fits.
+def fitting(job: Job, configuration: "ModelAndData | None" = None) -> Ranking:
+    """Rank the strategies. If none fits into memory, rank them with the precision bf16-mixed.
+
+    Args:
+        job: Network, devices and batch.
+        configuration: The configuration; None if the network comes from a profile, whose precision cannot be changed.
 
     Raises:
-        ConfigurationError: No strategy fits into the devices' memory.
+        NothingFitsError: No strategy fits into the devices' memory. The message names the largest batch that fits.
     """
     try:
         return rank(job)
     except NothingFitsError as error:
+        if configuration is not None:
+            from cnnstrategies.commands.plan.measured import in_half_precision
+
+            lighter = in_half_precision(configuration, job)
+            with contextlib.suppress(NothingFitsError):
+                if lighter is not None:
+                    return rank(lighter)
         largest = largest_of(job, FAMILIES, job.samples)
         if largest is None:
             raise

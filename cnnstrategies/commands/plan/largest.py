@@ -12,7 +12,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.device_report import plans_report
 from cnnstrategies.planning.largest_batch import Largest, largest_of
-from cnnstrategies.planning.rank import NothingFitsError, Ranking, rank
+from cnnstrategies.planning.rank import NothingFitsError, Ranking
 from cnnstrategies.planning.tune.settings import write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, PATIENCE, Trial, TrialError
 from cnnstrategies.runtime.processes import temporary_folder
@@ -43,7 +43,7 @@ def show_largest(
 
     Raises:
         ConfigurationError: No device has a known memory, or the steps fail for another reason than memory.
-        NothingFitsError: Even the smallest batch does not fit.
+        NothingFitsError: Not even one sample fits on each device.
     """
     if not job.is_limited:
         raise ConfigurationError(
@@ -51,10 +51,9 @@ def show_largest(
         )
     largest = largest_of(job, families, most)
     if largest is None:
-        rank(job)
         raise NothingFitsError(
             f"largest_batch: not even one sample for each of the {job.cluster.devices} devices fits with "
-            f"{', '.join(families)}: use devices with more memory, or another strategy"
+            f"{' or '.join(families)}: use devices with more memory, or another strategy"
         )
     ranking = _ranking(job, largest)
     print(f"Largest batch by prediction: {largest.samples} samples in a step over all devices")

@@ -31,6 +31,7 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.hybrid_pipeline.order import order_of
 
+HALF = "bf16-mixed"  # Precision that is tried if nothing fits with the configured precision.
 KIB = 1024  # Unit of `ru_maxrss` in bytes.
 
 
@@ -113,6 +114,28 @@ def training_samples(data: LightningDataModule, unknown: int) -> int:
     """Return the number of training samples, or ``unknown`` if the dataset has no length."""
     dataset = getattr(data.train_dataloader(), "dataset", None)
     return len(dataset) if isinstance(dataset, Sized) else unknown
+
+
+def in_half_precision(configuration: ModelAndData, job: Job) -> Job | None:
+    """Measure the network with the precision bf16-mixed, in which most activations have half as many bytes.
+
+    Args:
+        configuration: The configuration.
+        job: The job with the configured precision.
+
+    Returns:
+        The job with the new profile; None if the configuration already sets a precision of 16 bits.
+    """
+    trainer, model = configuration.config.trainer, configuration.model
+    if str(trainer.precision) not in ("32-true", "32", "None"):
+        return None
+    submodule = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
+    traced = trace_open(module_at(model, find_network(model, submodule)), True)
+    images, _ = _images(configuration.data())
+    channels_last = bool(getattr(model, "channels_last", False))
+    size = max(1, job.samples // job.cluster.devices)
+    device = device_of(trainer.accelerator)
+    return replace(job, profile=measure_profile(traced, images, size, device, HALF, channels_last), precision=HALF)
 
 
 def _samples(
