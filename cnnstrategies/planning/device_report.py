@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cnnstrategies.planning.candidates import Candidate, Effect, Job
+from cnnstrategies.planning.candidates import Candidate, Effect
 from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.rank import Ranking
@@ -28,22 +28,25 @@ def plans_report(ranking: Ranking) -> Group:
     for number, row in enumerate(best_plans(ranking), start=1):
         learning = "; changes learning" if row.effect == Effect.LEARNING else ""
         heading = f"{number}. {row}: {digits(row.step * 1e3, 4)} ms/step, {digits(ranking.rate(row), 4)} samples/s"
-        parts += [Text(heading + learning), _devices_table(ranking.job, row)]
-    return Group(*parts, Text("\n".join(f"- {note}" for note in ranking.notes)))
+        parts += [Text(heading + learning), _devices_table(ranking, row)]
+    notes = ["limited by memory: one more sample or microbatch would not fit", *ranking.notes]
+    return Group(*parts, Text("\n".join(f"- {note}" for note in notes)))
 
 
-def _devices_table(job: Job, row: Candidate) -> Table:
+def _devices_table(ranking: Ranking, row: Candidate) -> Table:
+    job = ranking.job
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     unit = "microbatches" if isinstance(row, Hybrid) else "samples"
-    for name in ("device", "speed", "memory", "peak", unit, "busy"):
+    for name in ("rank", "device", "speed", "memory", "peak", unit, "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("limited by")
-    reasons = limits(job, row)
-    for device, load in enumerate(row.loads):
-        limit = job.limits[device]
+    reasons = limits(ranking, row)
+    for rank, load in enumerate(row.loads):
+        limit = job.limits[rank]
         table.add_row(
-            str(device),
-            f"{job.cluster.speeds[device]:g}",
+            str(rank),
+            str(ranking.device_of(rank)),
+            f"{job.cluster.speeds[rank]:g}",
             "any" if limit == inf else format_bytes(limit),
             format_bytes(load.memory),
             str(load.units),
@@ -53,20 +56,19 @@ def _devices_table(job: Job, row: Candidate) -> Table:
     return table
 
 
-def limits(job: Job, row: Candidate) -> Iterator[str]:
-    """Yield what limits each device: its memory, its speed, a slower device, or the network.
+def limits(ranking: Ranking, row: Candidate) -> Iterator[str]:
+    """Yield what limits the device of each rank: its memory, its speed, a slower device, or the network.
 
     A device is limited by its memory if one more sample or microbatch would not fit.
     """
     busy = [load.seconds / row.step for load in row.loads]
     slowest = busy.index(max(busy))
-    unit = "microbatch" if isinstance(row, Hybrid) else "sample"
-    for device, load in enumerate(row.loads):
-        if load.memory + load.unit_memory > job.limits[device]:
-            yield f"memory: one more {unit} needs {format_bytes(load.unit_memory)}"
-        elif busy[device] >= BUSY:
+    for rank, load in enumerate(row.loads):
+        if load.memory + load.unit_memory > ranking.job.limits[rank]:
+            yield "memory"
+        elif busy[rank] >= BUSY:
             yield "compute"
         elif busy[slowest] >= BUSY:
-            yield f"device {slowest}, which is slower"
+            yield f"wait for rank {slowest}"
         else:
-            yield "compute" if row.bottleneck == "compute" and device == slowest else row.bottleneck
+            yield "compute" if row.bottleneck == "compute" and rank == slowest else row.bottleneck

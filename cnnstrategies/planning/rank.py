@@ -38,12 +38,18 @@ class Ranking:
         changing: Candidates with a different training result from DDP. Their step times alone do not show whether they
             are better.
         notes: Remarks for the user.
+        order: For each rank, the number of the device that it uses; empty if each rank uses the device with its number.
     """
 
     job: Job
     same: tuple[Candidate, ...]
     changing: tuple[Candidate, ...]
     notes: tuple[str, ...]
+    order: tuple[int, ...] = ()
+
+    def device_of(self, rank: int) -> int:
+        """Return the number of the device that a rank uses."""
+        return self.order[rank] if self.order else rank
 
     @property
     def best(self) -> Candidate:

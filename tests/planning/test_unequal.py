@@ -15,7 +15,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
-from cnnstrategies.planning.device_report import best_plans, plans_report
+from cnnstrategies.planning.device_order import orders, rank_in_best_order
+from cnnstrategies.planning.device_report import best_plans, limits, plans_report
 from cnnstrategies.planning.devices import Device, described, read_devices
 from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.largest_batch import largest_of
@@ -173,6 +174,23 @@ def test_nothing_fits_names_the_device_and_the_missing_memory() -> None:
     assert "too much on device 1; use a smaller batch, a device 1 with more memory, or more devices" in text
 
 
+def test_ranks_use_the_devices_in_the_order_that_fits_best() -> None:
+    """The last stage has 3000 bytes of state, and only device 0 has room for it."""
+    costs = chain([1.0] * 4, parameters=[0, 0, 0, 1000], saved=100, samples=8)
+    cluster = Cluster.connected([Device(memory=10**6), Device(memory=2000)], LINK)
+    made = Job(Profile(costs), cluster, 8, state_copies=3, stages=2)
+    ranking = rank_in_best_order(made)
+    assert ranking.order == (1, 0)
+    assert ranking.best.family == "hybrid"
+    assert [ranking.device_of(rank) for rank in (0, 1)] == [1, 0]
+    with pytest.raises(NothingFitsError):
+        rank_in_best_order(replace(made, replicas=(1, 1)))
+    equal = Device()
+    assert list(orders([equal] * 3)) == [(0, 1, 2)]
+    assert list(orders([equal, Device(0.5), Device(0.5)])) == [(0, 1, 2), (1, 2, 0)]
+    assert len(list(orders([Device(speed) for speed in (1.0, 2.0, 3.0, 4.0)]))) == 6
+
+
 def test_another_precision_changes_learning_and_is_written(tmp_path: Path) -> None:
     made = job(Device(), Device())
     assert rank(made).same
@@ -214,7 +232,10 @@ def test_the_table_shows_what_limits_each_device() -> None:
     assert "…" not in text
     assert len(best_plans(ranking)) == 3
     assert [line[0] for line in text.splitlines() if line[1:3] == ". "] == ["1", "2", "3"]
-    assert "memory: one more" in text
-    assert "compute" in text
+    (balanced,) = [row for row in (*ranking.same, *ranking.changing) if row.family == "ddp_balanced"]
+    assert balanced.options["initial_shares"][1] == 10
+    assert list(limits(ranking, balanced)) == ["compute", "memory", "compute"]
+    (equal,) = [row for row in (*ranking.same, *ranking.changing) if row.family == "ddp"]
+    assert list(limits(ranking, equal))[0] == "wait for rank 1"
     numbers = [row.step for row in best_plans(ranking) if row.effect < 2]
     assert all(before <= after * 1.03 for before, after in itertools.pairwise(numbers))

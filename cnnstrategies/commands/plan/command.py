@@ -16,6 +16,7 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.device_order import rank_in_best_order
 from cnnstrategies.planning.device_report import plans_report
 from cnnstrategies.planning.largest_batch import FAMILIES, largest_of
 from cnnstrategies.planning.profile_csv import read_profile
@@ -52,21 +53,22 @@ def main(options: PlanOptions, arguments: Sequence[str]) -> None:
             most = training_samples(configuration.data(), MOST)
         show_largest(job, families, most, configuration, options.write)
         return
-    show(fitting(job, configuration), options, configuration)
+    show(fitting(job, options.have is not None, configuration), options, configuration)
 
 
-def fitting(job: Job, configuration: "ModelAndData | None" = None) -> Ranking:
+def fitting(job: Job, is_listed: bool, configuration: "ModelAndData | None" = None) -> Ranking:
     """Rank the strategies. If none fits into memory, rank them with the precision bf16-mixed.
 
     Args:
         job: Network, devices and batch.
+        is_listed: Whether the devices are listed with ``--have``, so that the ranks may use them in any order.
         configuration: The configuration; None if the network comes from a profile, whose precision cannot be changed.
 
     Raises:
         NothingFitsError: No strategy fits into the devices' memory. The message names the largest batch that fits.
     """
     try:
-        return rank(job)
+        return rank_in_best_order(job) if is_listed else rank(job)
     except NothingFitsError as error:
         if configuration is not None:
             from cnnstrategies.commands.plan.measured import in_half_precision
@@ -74,7 +76,7 @@ def fitting(job: Job, configuration: "ModelAndData | None" = None) -> Ranking:
             lighter = in_half_precision(configuration, job)
             with contextlib.suppress(NothingFitsError):
                 if lighter is not None:
-                    return rank(lighter)
+                    return rank_in_best_order(lighter) if is_listed else rank(lighter)
         largest = largest_of(job, FAMILIES, job.samples)
         if largest is None:
             raise

@@ -57,7 +57,7 @@ def show_largest(
         )
     ranking = _ranking(job, largest)
     print(f"Largest batch by prediction: {largest.samples} samples in a step over all devices")
-    if largest.samples == most:
+    if largest.samples == most and configuration is not None:
         print("No larger batch was tried, because these are all training samples")
     Console().print(plans_report(ranking))
     if configuration is None:

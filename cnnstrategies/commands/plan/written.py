@@ -36,6 +36,9 @@ def planned(ranking: Ranking, row: Candidate, configuration: ModelAndData) -> tu
     trainer, lines = trainer_section(ranking, row)
     # If the configuration accumulates gradients, the plan is for one of the batches of a step.
     trainer["accumulate_grad_batches"] *= accumulated
+    if ranking.order and content["trainer"]["accelerator"] != "cpu":
+        # Rank r of a machine uses the r-th device of this list. The ranks on a CPU are not bound to parts of it.
+        trainer["devices"] = list(ranking.order)
     content["trainer"] |= trainer
     samples = ranking.job.samples * accumulated
     if isinstance(configuration.datamodule, ImageDataModule):
