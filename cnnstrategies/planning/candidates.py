@@ -1,5 +1,6 @@
 """The input of a plan (:class:`Job`), and the strategies that a plan compares (:class:`Candidate`)."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Profile
+from cnnstrategies.planning.memory import PeakMemory, State, Update, largest
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
@@ -45,6 +47,7 @@ class Job:
         memory_limit: Limit in bytes that the user sets for a device's memory; None if the user sets no limit.
         precision: Value of ``trainer.precision`` with which the profile was measured, if this is not the value that the
             user configured, because nothing fits into memory with that value.
+        update: Memory that an update of the optimizer needs besides its state.
     """
 
     profile: Profile
@@ -61,6 +64,7 @@ class Job:
     state_copies: int = 4
     memory_limit: int | None = None
     precision: str | None = None
+    update: Update = Update()
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -76,6 +80,11 @@ class Job:
     def is_limited(self) -> bool:
         """Whether the memory of a device is limited."""
         return min(self.limits) < inf
+
+    @property
+    def state(self) -> State:
+        """Size of the optimizer's state and of its update."""
+        return State(max(0, self.state_copies - 2), self.update)
 
     def excess(self, memory: Sequence[float]) -> float:
         """Return the largest number of bytes by which a device exceeds its limit; 0 if no device does.
@@ -119,7 +128,9 @@ class Job:
         """
         return deal(-(-self.samples // batches), [1] * self.cluster.devices)
 
-    def dealt(self, step: Callable[[Sequence[int]], float], state: int, batches: int = 1) -> tuple[int, ...]:
+    def dealt(
+        self, step: Callable[[Sequence[int]], float], peak: Callable[[int], PeakMemory], batches: int = 1
+    ) -> tuple[int, ...]:
         """Predict the number of samples of each device after training has balanced the shares.
 
         Training balances the shares with measured times of the devices. This method uses predicted times. It returns
@@ -129,10 +140,10 @@ class Job:
         Args:
             step: Function that returns the seconds of a step. Its argument is a sequence with each device's number of
                 samples.
-            state: Bytes that a device holds in addition to the activations of its samples.
+            peak: Function that returns the peak memory of a device from its number of samples in a batch.
             batches: Number of batches in a step. The result is for the largest batch.
         """
-        counts, most = self.equal(batches), self.most_samples(state)
+        counts, most = self.equal(batches), self.most_samples(peak)
         samples = sum(counts)
         least = NORMALISED_TOGETHER if self.profile.batch_norm else 1
         if sum(most) < samples or min(most) < min(least, samples // len(most)):
@@ -147,15 +158,18 @@ class Job:
                 return counts
             counts = new_counts
 
-    def most_samples(self, state: int) -> list[float]:
+    def most_samples(self, peak: Callable[[int], PeakMemory]) -> list[float]:
         """Return the largest number of samples that fits into each device's memory; infinite without a limit.
 
         Args:
-            state: Bytes that a device holds in addition to the activations of its samples.
+            peak: Function that returns the peak memory of a device from its number of samples in a batch.
         """
-        whole = self.profile.costs
-        of_sample = max(1.0, whole.kept_bytes / whole.microbatch_size)
-        return [limit if limit == inf else max(0, int((limit - state) / of_sample)) for limit in self.limits]
+        numbers = range(1, self.samples + 1)
+        most = {
+            limit: bisect_right(numbers, limit, key=lambda count: peak(count).total)
+            for limit in set(self.limits) - {inf}
+        }
+        return [most.get(limit, inf) for limit in self.limits]
 
     def slowest(self, counts: Sequence[int]) -> tuple[GraphCosts, float]:
         """Find the device that takes longest to compute its samples.
@@ -170,18 +184,19 @@ class Job:
         device = seconds.index(max(seconds))
         return self.profile.at(counts[device]), self.cluster.speeds[device]
 
-    def loads(self, counts: Sequence[int], state: int, batches: int = 1) -> "tuple[DeviceLoad, ...]":
+    def loads(
+        self, counts: Sequence[int], peak: Callable[[int], PeakMemory], batches: int = 1
+    ) -> "tuple[DeviceLoad, ...]":
         """Return the work and memory of devices that each hold the whole network.
 
         Args:
             counts: Number of samples of each device in a batch.
-            state: Bytes that a device holds in addition to the activations of its samples.
+            peak: Function that returns the peak memory of a device from its number of samples in a batch.
             batches: Number of batches in a step.
         """
-        whole = self.profile.costs
-        of_sample = round(whole.kept_bytes / whole.microbatch_size)
+        peaks = {count: peak(count) for count in {*counts, *(count + 1 for count in counts)}}
         return tuple(
-            DeviceLoad(state + self.profile.at(count).kept_bytes, of_sample, batches * count, batches * seconds)
+            DeviceLoad(peaks[count], peaks[count + 1].total - peaks[count].total, batches * count, batches * seconds)
             for count, seconds in zip(counts, self.seconds(counts), strict=True)
         )
 
@@ -207,14 +222,14 @@ class DeviceLoad:
     """The predicted work and memory of a device in a step.
 
     Attributes:
-        memory: Largest number of bytes that the device holds.
+        peak: Memory that the device holds at the moment at which it holds most.
         unit_memory: Bytes that the device would hold in addition if it got one more sample, or one more microbatch in a
             pipeline.
         units: Number of samples, or of microbatches in a pipeline, that the device processes in a step.
         seconds: Seconds for which the device computes in a step.
     """
 
-    memory: int
+    peak: PeakMemory
     unit_memory: int
     units: int
     seconds: float
@@ -244,14 +259,24 @@ class Candidate:
     bottleneck: Bottleneck
 
     @property
+    def peaks(self) -> tuple[PeakMemory, ...]:
+        """Peak memory of each device, in the order of the ranks."""
+        return tuple(load.peak for load in self.loads)
+
+    @property
     def memories(self) -> list[int]:
         """Largest number of bytes that each device holds."""
-        return [load.memory for load in self.loads]
+        return [peak.total for peak in self.peaks]
+
+    @property
+    def peak(self) -> PeakMemory:
+        """Peak memory of the fullest device."""
+        return largest(self.peaks)
 
     @property
     def memory(self) -> int:
         """Largest number of bytes that a device holds."""
-        return max(self.memories)
+        return self.peak.total
 
     def __str__(self) -> str:
         shown = [name for name in ("replicas", "staleness") if name in self.options]

@@ -48,7 +48,7 @@ def _devices_table(ranking: Ranking, row: Candidate) -> Table:
             str(ranking.device_of(rank)),
             f"{job.cluster.speeds[rank]:g}",
             "any" if limit == inf else format_bytes(limit),
-            format_bytes(load.memory),
+            format_bytes(load.peak.total),
             str(load.units),
             f"{min(1.0, load.seconds / row.step):.0%}",
             next(reasons),
@@ -64,7 +64,7 @@ def limits(ranking: Ranking, row: Candidate) -> Iterator[str]:
     busy = [load.seconds / row.step for load in row.loads]
     slowest = busy.index(max(busy))
     for rank, load in enumerate(row.loads):
-        if load.memory + load.unit_memory > ranking.job.limits[rank]:
+        if load.peak.total + load.unit_memory > ranking.job.limits[rank]:
             yield "memory"
         elif busy[rank] >= BUSY:
             yield "compute"

@@ -129,7 +129,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
     loads = tuple(_loads(predictor, layout))
     shares = list(problem.shares(layout))
     # With `shares: auto`, a training may give a device more microbatches than fit into its memory.
-    is_full = any(load.memory + load.unit_memory > limit for load, limit in zip(loads, job.limits, strict=False))
+    is_full = any(load.peak.total + load.unit_memory > limit for load, limit in zip(loads, job.limits, strict=False))
     share_options = {"shares": shares} if job.shares or is_full else {"shares": "auto", "initial_shares": shares}
     return Hybrid(
         family="hybrid",
@@ -151,11 +151,12 @@ def _loads(predictor: Predictor, layout: Layout) -> Iterator[DeviceLoad]:
     for section in problem.sections(layout):
         speeds = predictor.job.cluster.speeds[section.first :]
         time = problem.time(section.start, section.end)
-        for count, peak, speed in zip(
+        for count, held, speed in zip(
             problem.dealt(section), problem.flights(section, run_ahead), speeds, strict=False
         ):
-            memory = problem.memory_with(section, peak)
-            yield DeviceLoad(memory, problem.memory_with(section, peak + 1) - memory, count, count * time / speed)
+            peak = problem.peak(section, count, held)
+            more = problem.peak(section, count + 1, held + 1).total - peak.total
+            yield DeviceLoad(peak, more, count, count * time / speed)
 
 
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:

@@ -7,6 +7,7 @@ from math import lcm
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout, even_replicas, timetable
 from cnnstrategies.planning.candidates import CHECKPOINTINGS, Job
+from cnnstrategies.planning.memory import PeakMemory, largest
 from cnnstrategies.planning.partition import SMALL, Cost, best_layout
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
@@ -132,18 +133,22 @@ class Predictor:
         return simulate(tasks, self.stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
     def device_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
-        """Return the peak memory of each device in bytes; see :meth:`Problem.device_memory`."""
-        return self.problem.device_memory(layout, run_ahead)
+        """Return the peak memory of each device in bytes; see :meth:`Problem.device_peaks`."""
+        return [peak.total for peak in self.problem.device_peaks(layout, run_ahead)]
 
-    def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
-        """Return the peak memory of the fullest device of each stage, in bytes.
+    def stage_peaks(self, layout: Layout, run_ahead: bool) -> list[PeakMemory]:
+        """Return the peak memory of the fullest device of each stage.
 
         Args:
             layout: Cuts and replicas.
             run_ahead: Whether stages hold one additional microbatch.
         """
-        memory = iter(self.device_memory(layout, run_ahead))
-        return [max(itertools.islice(memory, count)) for count in layout.replicas]
+        peaks = iter(self.problem.device_peaks(layout, run_ahead))
+        return [largest(itertools.islice(peaks, count)) for count in layout.replicas]
+
+    def device_peaks(self, layout: Layout) -> tuple[PeakMemory, ...]:
+        """Return the peak memory of each device, stage by stage."""
+        return tuple(self.problem.device_peaks(layout, self.runs_ahead(layout)))
 
     def _costs_of(self, cuts: tuple[int, ...]) -> list[StageCost]:
         if cuts not in self._known:

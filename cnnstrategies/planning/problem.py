@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.costs import NodeCost
+from cnnstrategies.planning.costs import NodeCost, Value
+from cnnstrategies.planning.memory import PartMemory, PeakMemory, StageLoad, StageTraffic, part_memory, stage_peak
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_gather, all_reduce
 from cnnstrategies.shares import deal, rotation, soonest
 
@@ -22,12 +23,28 @@ class Section(NamedTuple):
         end: Index of the stage's last node, plus 1.
         first: Number of the stage's first device.
         replicas: Number of replicas of the stage, which use consecutive devices.
+        awaited: Bytes of the gradients that later stages send to this stage for a microbatch.
     """
 
     start: int
     end: int
     first: int
     replicas: int
+    awaited: int = 0
+
+
+class Crossing(NamedTuple):
+    """The values that enter and leave a stage, for one microbatch.
+
+    Attributes:
+        received: Bytes of the values that the stage receives from earlier stages.
+        returned: Bytes of the gradients that the stage sends back for them.
+        sent: Values with gradients that the stage sends to later stages.
+    """
+
+    received: int
+    returned: int
+    sent: tuple[Value, ...]
 
 
 class Problem:
@@ -59,13 +76,14 @@ class Problem:
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
         self._statistics = self._sums(lambda node: node.statistics_bytes)
-        self._saved = self._sums(lambda node: node.saved_bytes)
         self._devices = job.cluster.devices if job.replicas is None else sum(job.replicas)
-        # Cached results of `_stage`, `dealt`, `_excess` and `_received`, by their arguments.
+        # Cached results of `_stage`, `dealt`, `_excess`, `_peak`, `part_memory` and `_crossing`, by their arguments.
         self._known: dict[Section, tuple[float, float]] = {}
         self._deals: dict[Section, tuple[int, ...]] = {}
         self._excesses: dict[Section, float] = {}
-        self._arriving: dict[tuple[int, int], int] = {}
+        self._peaks: dict[tuple[Section, int, int], PeakMemory] = {}
+        self._parts: dict[tuple[int, int], PartMemory] = {}
+        self._crossings: dict[tuple[int, int], Crossing] = {}
 
     def _sums(self, cost: Callable[[NodeCost], float]) -> list[float]:
         """Return the running sums of a cost over the nodes, starting with 0."""
@@ -80,9 +98,12 @@ class Problem:
 
     def sections(self, layout: Layout) -> list[Section]:
         """Return the nodes and the devices of each stage."""
-        bounds = (0, *layout.cuts, len(self.costs.nodes))
-        firsts = itertools.accumulate(layout.replicas[:-1], initial=0)
-        return list(map(Section, bounds[:-1], bounds[1:], firsts, layout.replicas))
+        cuts, sections, first = layout.cuts, [], 0
+        bounds = itertools.pairwise((0, *cuts, len(self.costs.nodes)))
+        for (start, end), replicas in zip(bounds, layout.replicas, strict=True):
+            sections.append(Section(start, end, first, replicas, self._awaited(start, end, cuts)))
+            first += replicas
+        return sections
 
     def dealt(self, section: Section) -> tuple[int, ...]:
         """Return the number of microbatches of each replica of a stage.
@@ -102,18 +123,18 @@ class Problem:
         speeds = self.cluster.speeds[devices]
         if not self.job.is_limited:
             return soonest(self.microbatches, speeds)
-        most = {limit: self._most_held(section, limit) for limit in set(self.job.limits[devices])}
-        held = tuple(most[limit] for limit in self.job.limits[devices])
-        return _fitting(self.microbatches, speeds, held, self._stretch(section, self.job.run_ahead or False))
-
-    def _most_held(self, section: Section, limit: float) -> int:
-        """Return the largest number of microbatches that a device of a stage may hold at once.
-
-        Args:
-            section: The stage.
-            limit: Bytes of the device's memory.
-        """
-        return bisect_right(range(1, self.microbatches + 1), limit, key=lambda peak: self.memory_with(section, peak))
+        limits, stretch = self.job.limits[devices], self._stretch(section, self.job.run_ahead or False)
+        bounds = [self.microbatches] * section.replicas
+        while min(bounds) > 0 and sum(bounds) >= self.microbatches:
+            counts = soonest(self.microbatches, speeds, tuple(bounds))
+            pairs = enumerate(zip(counts, _held(counts, stretch), limits, strict=True))
+            full = [i for i, (own, held, limit) in pairs if self.peak(section, own, held).total > limit]
+            if not full:
+                return counts
+            # A replica that does not fit gets one microbatch less, and the others are divided again.
+            for replica in full:
+                bounds[replica] = counts[replica] - 1
+        return soonest(self.microbatches, speeds)
 
     def _stretch(self, section: Section, run_ahead: bool) -> int:
         """Return the number of consecutive microbatches that all replicas of a stage together may hold at once."""
@@ -166,44 +187,79 @@ class Problem:
         # are held at the same time.
         return min(peak, {"never": peak, "except_last": 2, "always": 1}[self.job.checkpointings[0]])
 
-    def memory_with(self, section: Section, peak: int) -> int:
-        """Return the bytes that a device of a stage holds at once.
+    def peak(self, section: Section, own: int, held: int) -> PeakMemory:
+        """Return the peak memory of a device of a stage.
 
         Args:
             section: The stage.
-            peak: Largest number of microbatches that the device holds at once.
+            own: Number of microbatches that the device runs.
+            held: Largest number of microbatches that the device holds at once.
         """
-        start, end = section.start, section.end
-        state = self.job.state_copies * (self._parameters[end] - self._parameters[start])
-        kept = self.kept(peak) * (self._saved[end] - self._saved[start])
-        # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and its
-        # gradient.
-        joined = 3 * self.microbatches * self.costs.output_bytes if self.is_last(section) else 0
-        return round(state + peak * self._received(start, end) + kept + joined)
+        key = (section, own, held)
+        if key not in self._peaks:
+            self._peaks[key] = self._peak(section, own, held)
+        return self._peaks[key]
 
-    def _received(self, start: int, end: int) -> int:
-        """Return the bytes of a microbatch's inputs of the stage with nodes ``[start, end)``."""
-        if (start, end) not in self._arriving:
-            self._arriving[start, end] = (0 if start else self.costs.input_bytes) + sum(
-                value.bytes
+    def _peak(self, section: Section, own: int, held: int) -> PeakMemory:
+        part = (section.start, section.end)
+        if part not in self._parts:
+            self._parts[part] = part_memory(self.costs, *part)
+        crossing = self._crossing(*part)
+        load = StageLoad(
+            own=own,
+            held=held,
+            kept=self.kept(held),
+            interleaved=self.job.schedule == "1f1b",
+            replicas=section.replicas,
+            images=0 if section.start else own * self.costs.input_bytes,
+            # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and
+            # its gradient.
+            outputs=3 * self.microbatches * self.costs.output_bytes if self.is_last(section) else 0,
+        )
+        traffic = StageTraffic(crossing.received, crossing.returned, section.awaited)
+        return stage_peak(self._parts[part], traffic, load, self.job.state, self.costs.framework_bytes)
+
+    def _crossing(self, start: int, end: int) -> Crossing:
+        """Return what enters and leaves the stage with nodes ``[start, end)``, for one microbatch."""
+        if (start, end) not in self._crossings:
+            received = [
+                value
                 for value in self.costs.values
                 if value.producer < start and any(start <= consumer < end for consumer in value.consumers)
+            ]
+            self._crossings[start, end] = Crossing(
+                sum(value.bytes for value in received),
+                sum(value.gradient_bytes for value in received),
+                tuple(
+                    value
+                    for value in self.costs.values
+                    if start <= value.producer < end and value.gradient_bytes and max(value.consumers) >= end
+                ),
             )
-        return self._arriving[start, end]
+        return self._crossings[start, end]
 
-    def device_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
-        """Return the largest number of bytes that each device holds at once.
+    def _awaited(self, start: int, end: int, cuts: tuple[int, ...]) -> int:
+        """Return the bytes of the gradients that later stages send back to a stage, for one microbatch.
 
-        The memory contains the training state and the activations of all microbatches that the device holds at once.
+        A stage that uses a value sends one gradient for it, even if several nodes of the stage use the value.
+        """
+        return sum(
+            value.gradient_bytes
+            * len({bisect_right(cuts, consumer) for consumer in value.consumers if consumer >= end})
+            for value in self._crossing(start, end).sent
+        )
+
+    def device_peaks(self, layout: Layout, run_ahead: bool) -> list[PeakMemory]:
+        """Return the peak memory of each device.
 
         Args:
             layout: Cuts and replicas.
             run_ahead: Whether stages hold one additional microbatch.
         """
         return [
-            self.memory_with(section, peak)
+            self.peak(section, own, held)
             for section in self.sections(layout)
-            for peak in self.flights(section, run_ahead)
+            for own, held in zip(self.dealt(section), self.flights(section, run_ahead), strict=True)
         ]
 
     def excess(self, layout: Layout) -> float:
@@ -214,7 +270,10 @@ class Problem:
         if section not in self._excesses:
             limits = self.job.limits[section.first : section.first + section.replicas]
             flights = self.flights(section, self.job.run_ahead or False)
-            over = [self.memory_with(section, peak) - limit for peak, limit in zip(flights, limits, strict=True)]
+            over = [
+                self.peak(section, own, held).total - limit
+                for own, held, limit in zip(self.dealt(section), flights, limits, strict=True)
+            ]
             self._excesses[section] = max(0.0, *over)
         return self._excesses[section]
 
@@ -235,7 +294,7 @@ class Problem:
             First, the time of one microbatch: its forward and backward, and the transfers to and from the next stage.
             Second, the additional time for the other microbatches and for the reduction of the gradients.
         """
-        start, end, first, replicas = section
+        start, end, first, replicas, _ = section
         costs, cluster, after = self.costs, self.cluster, first + replicas
         rounds, speed = self.work(section)
         time = self.time(start, end) / speed
@@ -275,7 +334,7 @@ class Problem:
         """
         before = longest = 0.0
         for section in self.sections(layout):
-            start, end, first, replicas = section
+            start, end, first, replicas, _ = section
             rounds, speed = self.work(section)
             longest = max(longest, before + rounds * self.time(start, end) / speed)
             before += self.time(start, end) / max(self.cluster.speeds[first : first + replicas])
@@ -323,30 +382,3 @@ def _held(counts: tuple[int, ...], stretch: int) -> tuple[int, ...]:
         )
         for microbatches in microbatches_of
     )
-
-
-@lru_cache(maxsize=4096)
-def _fitting(count: int, speeds: tuple[float, ...], most_held: tuple[int, ...], stretch: int) -> tuple[int, ...]:
-    """Divide microbatches as :func:`soonest` does, so that no replica holds more microbatches at once than it may.
-
-    A replica that would hold too many microbatches gets one less, and the others are divided again.
-
-    Args:
-        count: Number of microbatches.
-        speeds: Speed of each replica, in microbatches per unit of time.
-        most_held: Largest number of microbatches that each replica may hold at once.
-        stretch: Number of consecutive microbatches that all replicas together hold at once.
-
-    Returns:
-        The number of microbatches of each replica. If no division fits, the limits ``most_held`` are ignored.
-    """
-    bounds = [count] * len(speeds)
-    while True:
-        counts = soonest(count, speeds, tuple(bounds))
-        full = [replica for replica, held in enumerate(_held(counts, stretch)) if held > most_held[replica]]
-        if not full:
-            return counts
-        for replica in full:
-            bounds[replica] = counts[replica] - 1
-        if min(bounds) < 1 or sum(bounds) < count:
-            return soonest(count, speeds)

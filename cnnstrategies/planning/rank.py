@@ -6,6 +6,7 @@ This module also computes the costs of DDP, to which all other strategies are co
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.hybrid import Hybrid, hybrids
+from cnnstrategies.planning.memory import PeakMemory, replica_peak
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
 
@@ -206,7 +208,6 @@ def _balanced(job: Job, effect: Effect) -> Iterator[Candidate]:
     If no shares of a whole batch fit into memory, also yield a candidate that accumulates the gradients of smaller
     batches.
     """
-    state = job.state_copies * job.profile.costs.parameter_bytes
     for batches in (1, *ACCUMULATED):
         if job.samples < batches * job.cluster.devices:
             return
@@ -214,10 +215,11 @@ def _balanced(job: Job, effect: Effect) -> Iterator[Candidate]:
         def step(counts: Sequence[int], batches: int = batches) -> float:
             return _priced(job, "ddp", effect, counts, batches=batches).step
 
-        dealt = job.dealt(step, state, batches)
+        peak = partial(_peak, job, batches=batches)
+        dealt = job.dealt(step, peak, batches)
         options: dict[str, Any] = {"accumulate_grad_batches": batches} if batches > 1 else {}
         options["initial_shares"] = list(dealt)
-        most = [int(min(fitting, sum(dealt))) for fitting in job.most_samples(state)]
+        most = [int(min(fitting, sum(dealt))) for fitting in job.most_samples(peak)]
         if min(most) < sum(dealt):
             # Training measures the shares, and must not give a device more samples than fit into its memory.
             options["max_samples"] = most
@@ -263,6 +265,25 @@ def _priced(
         effect=effect,
         step=step,
         sent_bytes=round(2 * (devices - 1) * stage.parameter_bytes * factor),
-        loads=job.loads(counts, job.state_copies * stage.parameter_bytes, batches),
+        loads=job.loads(counts, partial(_peak, job, batches=batches, factor=factor), batches),
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
+
+
+def _peak(job: Job, count: int, batches: int = 1, factor: float = 1.0) -> PeakMemory:
+    """Return the peak memory of a device that has ``count`` samples of each batch."""
+    return replica_peak(job.profile.at(count), job.state, batches, _buckets(job, factor))
+
+
+def _buckets(job: Job, factor: float = 1.0) -> float:
+    """Return the size of DDP's gradient buckets as a multiple of the gradients' size.
+
+    DDP copies all gradients into buckets, which exist in all steps. With compression a copy of a bucket is sent.
+
+    Args:
+        job: Network, cluster and batch.
+        factor: Bytes of the compressed gradients divided by the bytes of the gradients; 1 without compression.
+    """
+    if job.cluster.devices == 1:
+        return 0.0
+    return 1.0 if factor == 1 else 1.0 + factor

@@ -70,14 +70,14 @@ def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Grou
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "replicas", "nodes", "forward\nms", "backward\nms", "params", "sends", "memory", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
-    memory = predictor.stage_memory(layout, predictor.runs_ahead(layout))
+    peaks = predictor.stage_peaks(layout, predictor.runs_ahead(layout))
     passing = messages(costs, layout.cuts)
     computing = [0.0] * len(layout.replicas)
     for span in step.spans:
         if span.kind in ("forward", "backward"):
             computing[span.stage] += span.end - span.start
     names = []
-    for index, (start, end, _, replicas) in enumerate(problem.sections(layout)):
+    for index, (start, end, _, replicas, _) in enumerate(problem.sections(layout)):
         cost = stage_costs(costs, layout.cuts)[index]
         table.add_row(
             str(index),
@@ -87,7 +87,7 @@ def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Grou
             f"{cost.backward * 1e3:.2f}",
             format_bytes(cost.parameter_bytes),
             format_bytes(sum(message.bytes for (source, _), message in passing.items() if source == index)),
-            format_bytes(memory[index]),
+            format_bytes(peaks[index].total),
             f"{computing[index] / replicas / step.step_time:.0%}",
         )
         names.append(f"stage {index}: {costs.nodes[start].name} to {costs.nodes[end - 1].name}")

@@ -76,7 +76,7 @@ def test_without_other_hosts_the_doctor_checks_this_machine(
     (text,) = re.findall(r'plan --config YOURS --have "(.*)"', output.replace("\n", " "))
     devices = read_devices(text, "have")
     assert devices[0].speed == 1
-    if not torch.cuda.is_available():
+    if not Path("/proc/driver/nvidia").exists():  # Asking torch would make forks impossible.
         assert devices[0].memory == pytest.approx(host_memory(), rel=0.1)
     monkeypatch.setattr(doctor, "shared_memory", lambda: 2**26)
     (tmp_path / "0000:01:00.0").mkdir()

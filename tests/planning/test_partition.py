@@ -121,7 +121,7 @@ def test_stages_run_ahead_where_messages_take_time() -> None:
     assert not predictor(costs, FAST, 2, 8).runs_ahead(layout), "running ahead gains nothing if messages take no time"
     wider = predictor(costs, slow, 4, 8)
     assert not wider.runs_ahead(Layout((18,), (3, 1))), "rounding up already allows another microbatch"
-    limited = predictor(costs, slow, 2, 8, memory_limit=max(planner.stage_memory(layout, False)))
+    limited = predictor(costs, slow, 2, 8, memory_limit=round(planner.memory(layout)))
     assert not limited.runs_ahead(layout)
     assert limited.time(layout) == planner.simulate(layout, False).step_time
     assert predictor(costs, FAST, 2, 8, run_ahead=True).runs_ahead(layout), "the user's option decides"

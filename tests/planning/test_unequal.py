@@ -20,6 +20,7 @@ from cnnstrategies.planning.device_report import best_plans, limits, plans_repor
 from cnnstrategies.planning.devices import Device, described, read_devices
 from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.largest_batch import largest_of
+from cnnstrategies.planning.memory import State, replica_peak
 from cnnstrategies.planning.rank import NothingFitsError, data_parallel, rank
 from cnnstrategies.planning.report import trainer_section
 
@@ -30,13 +31,15 @@ GIB = 2**30
 
 
 def job(*devices: Device, samples: int = 60, parameters: int = 1000, saved: int = 8000) -> Job:
-    """Return a job with four equal nodes. A sample needs ``saved / 2`` bytes of activations, and 100 bytes of images.
-
-    The training state has ``16 * parameters`` bytes.
-    """
+    """Return a job with four equal nodes. A sample needs ``saved / 2`` bytes of activations, and 100 bytes of images."""
     costs = chain([0.03] * 4, sent=400, parameters=[parameters] * 4, saved=saved, samples=8, input_bytes=800)
     cluster = Cluster.connected(devices, LINK)
     return Job(Profile(costs), cluster, samples, activation_checkpointing=None, state_copies=4)
+
+
+def room(samples: int) -> int:
+    """Return the bytes that a device needs for a number of samples under DDP, and a little more."""
+    return replica_peak(job(Device(), Device()).profile.at(samples), State(2), buckets=1.0).total + 50
 
 
 def by_family(made: Job) -> dict[str, Candidate]:
@@ -145,12 +148,6 @@ def test_more_microbatches_are_tried_if_no_layout_fits_otherwise() -> None:
 
 
 def test_shares_and_accumulation_keep_each_devices_limit() -> None:
-    """The training state has 16,000 bytes, and a sample 16,100 bytes."""
-    sample, state = 8000 // 8 * 4 + 100, 16000
-
-    def room(samples: int) -> int:
-        return state + sample * samples + 50
-
     equal = by_family(job(Device(memory=room(30)), Device(memory=room(30))))
     assert "ddp_balanced" not in equal
     assert equal["ddp"].options == {}
@@ -203,17 +200,15 @@ def test_another_precision_changes_learning_and_is_written(tmp_path: Path) -> No
 
 
 def test_the_largest_batch_is_the_largest_that_fits() -> None:
-    made = job(Device(memory=200_000), Device(memory=90_000, speed=0.5))
-    sample, state = 4100, 16000
-    most = (200_000 - state) // sample, (90_000 - state) // sample
-    for families, samples in ((["ddp"], 2 * most[1] + 1), (["ddp", "ddp_balanced"], sum(most))):
+    made = job(Device(memory=room(40)), Device(memory=room(18), speed=0.5))
+    for families, samples in ((["ddp"], 2 * 18 + 1), (["ddp", "ddp_balanced"], 40 + 18)):
         largest = largest_of(made, families, 500)
         assert largest is not None
         assert largest.samples == samples
         assert not made.excess(largest.row.memories)
     server = largest_of(made, ["parameter_server"], 500)
     assert server is not None
-    assert server.samples > sum(most), "the servers keep the optimizer's state"
+    assert server.samples > 40 + 18, "the servers keep the optimizer's state"
     pipeline = largest_of(made, ["hybrid"], 500)
     assert pipeline is not None
     assert pipeline.samples == 500, "with more microbatches, a pipeline holds no more samples at once"
@@ -224,7 +219,7 @@ def test_the_largest_batch_is_the_largest_that_fits() -> None:
 
 
 def test_the_table_shows_what_limits_each_device() -> None:
-    made = job(Device(memory=10**6), Device(memory=16000 + 4100 * 10 + 50, speed=0.5), Device(memory=10**6, speed=0.5))
+    made = job(Device(memory=10**6), Device(memory=room(10), speed=0.5), Device(memory=10**6, speed=0.5))
     ranking = rank(made)
     output = io.StringIO()
     Console(file=output, width=80).print(plans_report(ranking))

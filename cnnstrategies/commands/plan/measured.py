@@ -24,8 +24,9 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.devices import Device
-from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
+from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.planning.memory import Update
 from cnnstrategies.runtime.host_memory import host_memory
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
@@ -83,6 +84,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))
     images, batch = _images(data)
     samples = samples or batch * loading
+    optimizer = _optimizer(model)
     return Job(
         profile=_measure(traced, images, max(1, samples // devices), device, devices // machines, model, trainer),
         cluster=cluster or Cluster.connected(owned, _link(options, device, devices), machines),
@@ -94,8 +96,9 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         schedule=request.schedule if request else "1f1b",
         activation_checkpointing=request.activation_checkpointing if request else None,
         run_ahead=request.run_ahead if request else None,
-        state_copies=2 + _states(model, options),
+        state_copies=2 + (_states(optimizer) if options.optimizer_states is None else options.optimizer_states),
         memory_limit=request.memory_limit if request else None,
+        update=Update() if optimizer is None else update_of(optimizer, device),
     )
 
 
@@ -208,21 +211,21 @@ def _measure(
     return measure_profile(traced, images, size, device, str(trainer.precision), channels_last)
 
 
-def _states(model: LightningModule, options: PlanOptions) -> int:
-    """Return the number of values that the optimizer stores for each parameter.
+def _states(optimizer: Optimizer | None) -> int:
+    """Return the number of values that the optimizer stores for each parameter; for an unknown one that of Adam."""
+    return USUAL_STATES if optimizer is None else states_of(optimizer)
 
-    The number comes from the option ``optimizer_states``, or else from the module's optimizer.
-    """
-    if options.optimizer_states is not None:
-        return options.optimizer_states
+
+def _optimizer(model: LightningModule) -> Optimizer | None:
+    """Return the module's optimizer; None if it cannot be made."""
     try:
         configured: Any = model.configure_optimizers()
     # The user's `configure_optimizers` may fail, for example because it reads `self.trainer` and this command has no
-    # trainer. `_states` then assumes Adam's number of values for each parameter.
+    # trainer.
     except Exception:
-        return USUAL_STATES
+        return None
     optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured
-    return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
+    return optimizer if isinstance(optimizer, Optimizer) else None
 
 
 def _request(configured: Any, module: LightningModule) -> LayoutRequest | None:
