@@ -10,7 +10,6 @@ from rich.text import Text
 
 from cnnstrategies.planning.candidates import Candidate, Effect
 from cnnstrategies.planning.costs import digits, format_bytes
-from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.rank import Ranking
 
 SHOWN = 3  # Number of plans that are shown.
@@ -29,17 +28,21 @@ def plans_report(ranking: Ranking) -> Group:
         learning = "; changes learning" if row.effect == Effect.LEARNING else ""
         heading = f"{number}. {row}: {digits(row.step * 1e3, 4)} ms/step, {digits(ranking.rate(row), 4)} samples/s"
         parts += [Text(heading + learning), _devices_table(ranking, row)]
-    notes = ["limited by memory: one more sample or microbatch would not fit", *ranking.notes]
+    notes = [
+        "mostly: the largest part of the peak memory",
+        "work: samples of a step, in pipelines microbatches",
+        "limited by memory: one more sample or microbatch would not fit",
+        *ranking.notes,
+    ]
     return Group(*parts, Text("\n".join(f"- {note}" for note in notes)))
 
 
 def _devices_table(ranking: Ranking, row: Candidate) -> Table:
     job = ranking.job
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    unit = "microbatches" if isinstance(row, Hybrid) else "samples"
-    for name in ("rank", "device", "speed", "memory", "peak", unit, "busy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("limited by")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
+    for name in ("rank", "device", "speed", "memory", "peak", "mostly", "work", "busy", "limited by"):
+        is_text = name in ("mostly", "limited by")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     reasons = limits(ranking, row)
     for rank, load in enumerate(row.loads):
         limit = job.limits[rank]
@@ -49,6 +52,7 @@ def _devices_table(ranking: Ranking, row: Candidate) -> Table:
             f"{job.cluster.speeds[rank]:g}",
             "any" if limit == inf else format_bytes(limit),
             format_bytes(load.peak.total),
+            next(iter(load.peak.parts()), ""),
             str(load.units),
             f"{min(1.0, load.seconds / row.step):.0%}",
             next(reasons),

@@ -104,7 +104,10 @@ def rank(job: Job) -> Ranking:
             best[key] = row
     if not best:
         raise NothingFitsError(_nothing_fits(job, too_large))
-    notes = [f"{row}: {_too_large(job, row)}" for row in too_large]
+    # For each strategy, the candidate that exceeds the memory least is named.
+    too_large.sort(key=lambda row: job.excess(row.memories))
+    closest = {row.family: row for row in reversed(too_large)}
+    notes = [f"{row}: {_too_large(job, row)}" for row in closest.values()]
     if job.precision is not None:
         notes.append(f"nothing fits with the configured precision, so all plans have trainer.precision {job.precision}")
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
@@ -134,7 +137,7 @@ def _nothing_fits(job: Job, rows: Sequence[Candidate]) -> str:
     excess = format_bytes(job.excess(closest.memories))
     return (
         f"no strategy fits into the devices' memory: {closest} comes closest, and {_too_large(job, closest)}: {excess} "
-        f"too much on device {device}; use a smaller batch, a device {device} with more memory, or more devices"
+        f"too much on rank {device}; use a smaller batch, a device with more memory there, or more devices"
     )
 
 
@@ -142,7 +145,7 @@ def _too_large(job: Job, row: Candidate) -> str:
     """Return how much memory a candidate needs on the device that exceeds its memory most."""
     device = job.tightest(row.memories)
     needed, limit = format_bytes(row.memories[device]), format_bytes(job.limits[device])
-    which = f"device {device}, which" if len(set(job.limits)) > 1 else "a device that"
+    which = f"rank {device}, whose device" if len(set(job.limits)) > 1 else "a device that"
     return f"needs {needed} on {which} has {limit}"
 
 

@@ -167,8 +167,8 @@ def test_nothing_fits_names_the_device_and_the_missing_memory() -> None:
         rank(made)
     text = str(error.value)
     assert "comes closest, and needs" in text
-    assert "on device 1, which has 1.0 KiB" in text
-    assert "too much on device 1; use a smaller batch, a device 1 with more memory, or more devices" in text
+    assert "on rank 1, whose device has 1.0 KiB" in text
+    assert "too much on rank 1; use a smaller batch, a device with more memory there, or more devices" in text
 
 
 def test_ranks_use_the_devices_in_the_order_that_fits_best() -> None:
