@@ -252,7 +252,7 @@ def memory(trainer: Trainer, size: int | None) -> list[Row]:
     least, most = f"{min(totals) / 1e6:,.0f}", f"{max(totals) / 1e6:,.0f}"
     text = f"{most} MB" if least == most else f"{least} to {most} MB, the largest"
     parts = ", ".join(f"{name} {bytes_ / 1e6:,.0f}" for name, bytes_ in fullest.parts().items() if bytes_ >= 5e5)
-    return [("peak memory", f"{text} of tensors, predicted{f': {parts}' if parts else ''}")]
+    return [("memory", f"{text} at most, as predicted{f': {parts}' if parts else ''}")]
 
 
 def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Profile
-from cnnstrategies.planning.memory import PeakMemory, State, Update, largest
+from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory, State, Update, largest
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
@@ -64,7 +64,7 @@ class Job:
     state_copies: int = 4
     memory_limit: int | None = None
     precision: str | None = None
-    update: Update = Update()
+    update: Update = NO_UPDATE
 
     def __post_init__(self) -> None:
         if self.samples < 1:

@@ -18,14 +18,14 @@ class NodeCost:
         parameter_bytes: Bytes of the node's parameters.
         saved_bytes: Bytes of the tensors that the node makes and that autograd saves for the backward of this node or
             of a later node.
-        statistics_bytes: Bytes of the means and variances of batch normalisation that a replica of a pipeline's stage
-            sends to each other replica of the stage in a step, whatever the number of microbatches.
         frozen_bytes: Bytes of those of the node's parameters that are not trained.
         buffer_bytes: Bytes of the node's buffers.
         forward_bytes: Largest number of bytes that the forward holds at once in new tensors, with its results and what
             autograd saves, and in inputs that autograd does not keep; 0 if not measured.
         backward_bytes: Largest number of bytes that the backward holds at once in new tensors, such as the gradients of
             the node's inputs and parameters; 0 if not measured.
+        statistics_bytes: Bytes of the means and variances of batch normalisation that a replica of a pipeline's stage
+            sends to each other replica of the stage in a step, whatever the number of microbatches.
     """
 
     name: str
@@ -33,11 +33,11 @@ class NodeCost:
     backward: float
     parameter_bytes: int = 0
     saved_bytes: int = 0
-    statistics_bytes: int = 0
     frozen_bytes: int = 0
     buffer_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    statistics_bytes: int = 0
 
     @property
     def trained_bytes(self) -> int:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class HeldBytes(TorchDispatchMode):
+class HeldBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which the storages of new tensors are counted from the operation that makes them to their end.
 
     The count has what autograd saves and what the backward makes. It does not have what an operation allocates and
@@ -22,7 +22,7 @@ class HeldBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # Keys are ids of storages.
 

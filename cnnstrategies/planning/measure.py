@@ -16,7 +16,7 @@ from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.planning.costs import Profile, from_two_sizes
 from cnnstrategies.planning.held_bytes import HeldBytes
 from cnnstrategies.planning.measure_nodes import profile
-from cnnstrategies.planning.memory import Update
+from cnnstrategies.planning.memory import NO_UPDATE, Update
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # The second measured batch is smaller than the first by this factor, so that most microbatches have a size between the
@@ -120,7 +120,7 @@ def update_of(optimizer: Optimizer, device: torch.device) -> Update:
         with HeldBytes() as held:
             small_optimizer.step()
     except Exception:
-        return Update()
+        return NO_UPDATE
     copies = held.most / parameters[0].nbytes
     # An update of all parameters together needs temporary tensors for at least half of them.
     if copies >= SMALL_PARAMETERS / 2:

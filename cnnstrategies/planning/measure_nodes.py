@@ -83,6 +83,7 @@ def profile(
             frozen[node],
             buffers[node],
             *walk.work_bytes[node],
+            _statistics_bytes(traced, node),
         )
         for node in order
     )

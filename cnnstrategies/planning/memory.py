@@ -80,6 +80,9 @@ class Update:
     of_largest: float = 0.0
 
 
+NO_UPDATE = Update()
+
+
 @dataclass(frozen=True)
 class State:
     """Memory of an optimizer.
@@ -90,7 +93,7 @@ class State:
     """
 
     copies: int = 2
-    update: Update = Update()
+    update: Update = NO_UPDATE
 
 
 NO_STATE = State(0)  # Workers of parameter servers keep no optimizer state, because the servers update the parameters.

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from cnnstrategies.pipeline.tracing import seals, trace_open
 from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_bytes import bytes_of
-from cnnstrategies.planning.memory import NO_STATE, PeakMemory, State, Update, replica_peak
+from cnnstrategies.planning.memory import NO_STATE, PeakMemory, State, replica_peak
 from cnnstrategies.strategies.hybrid_pipeline.example_inputs import example_inputs
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.protocol import facts_of
@@ -63,5 +63,5 @@ def _replica_peak(trainer: Trainer, module: LightningModule, samples: int, is_wo
 
 def _state_of(optimizers: "list[Optimizer]", device: torch.device) -> State:
     if not optimizers:
-        return State(USUAL_STATES, Update())
+        return State(USUAL_STATES)
     return State(states_of(optimizers[0]), update_of(optimizers[0], device))

@@ -46,8 +46,8 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     assert ["0", "1", "2", "20.00", "40.00", "800", "B", "1.0", "KiB", "28", "KiB", "80%"] in map(
         str.split, text.splitlines()
     )
-    # In the order 1F1B the first of 2 stages holds 2 microbatches, and the images of the whole step. The gradients of the
-    # last step exist beside the sums of this step. A gradient of 1000 bytes flows, and another one arrives.
+    # In the order 1F1B the first of 2 stages holds 2 microbatches, and the images of the whole step. The gradients of
+    # the last step exist beside the sums of this step. A gradient of 1000 bytes flows, and another one arrives.
     first = PeakMemory(800, 2 * 800, 2 * 800, 2 * 10000, messages=1000, images=4 * 700, workspaces=1000)
     # The last stage sends two gradients back. The gradients of a node of 400 bytes are added to the sums.
     second = PeakMemory(800, 2 * 800, 2 * 800, 10000 + 1000, messages=2 * 1000, workspaces=400)

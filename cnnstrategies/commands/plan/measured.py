@@ -26,7 +26,7 @@ from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.devices import Device
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_local_link
-from cnnstrategies.planning.memory import Update
+from cnnstrategies.planning.memory import NO_UPDATE
 from cnnstrategies.runtime.host_memory import host_memory
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
@@ -98,7 +98,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         run_ahead=request.run_ahead if request else None,
         state_copies=2 + (_states(optimizer) if options.optimizer_states is None else options.optimizer_states),
         memory_limit=request.memory_limit if request else None,
-        update=Update() if optimizer is None else update_of(optimizer, device),
+        update=NO_UPDATE if optimizer is None else update_of(optimizer, device),
     )
 
 

@@ -32,7 +32,7 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_cluster
-from cnnstrategies.planning.memory import PeakMemory, Update
+from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.quantities import size_in_bytes
@@ -210,7 +210,7 @@ class LayoutRequest:
                     run_ahead=self.run_ahead,
                     state_copies=2 + (states_of(optimizers[0]) if optimizers else USUAL_STATES),
                     memory_limit=self.memory_limit,
-                    update=update_of(optimizers[0], device) if optimizers else Update(),
+                    update=update_of(optimizers[0], device) if optimizers else NO_UPDATE,
                 )
                 layout, predictor = choose_layout(job)
                 if first_schedule is not None and not _fits_first_steps(predictor.job, layout, first_schedule):
