@@ -79,7 +79,6 @@ def profile(
             *walk.times[node],
             parameters[node],
             walk.saved_bytes[node],
-            _statistics_bytes(traced, node),
             frozen[node],
             buffers[node],
             *walk.work_bytes[node],

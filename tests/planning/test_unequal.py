@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def job(*devices: Device, samples: int = 60, parameters: int = 1000, saved: int = 8000) -> Job:
-    """Return a job with four equal nodes. A sample needs ``saved / 2`` bytes of activations, and 100 bytes of images."""
+    """Return a job with four equal nodes. Each sample has ``saved / 2`` bytes of activations and 100 of images."""
     costs = chain([0.03] * 4, sent=400, parameters=[parameters] * 4, saved=saved, samples=8, input_bytes=800)
     cluster = Cluster.connected(devices, LINK)
     return Job(Profile(costs), cluster, samples, activation_checkpointing=None, state_copies=4)
@@ -231,6 +231,6 @@ def test_the_table_shows_what_limits_each_device() -> None:
     assert balanced.options["initial_shares"][1] == 10
     assert list(limits(ranking, balanced)) == ["compute", "memory", "compute"]
     (equal,) = [row for row in (*ranking.same, *ranking.changing) if row.family == "ddp"]
-    assert list(limits(ranking, equal))[0] == "wait for rank 1"
+    assert next(limits(ranking, equal)) == "wait for rank 1"
     numbers = [row.step for row in best_plans(ranking) if row.effect < 2]
     assert all(before <= after * 1.03 for before, after in itertools.pairwise(numbers))
