@@ -208,8 +208,8 @@ def choose_layout(job: Job) -> tuple[Layout, Predictor]:
         advice += ", or set activation_checkpointing='always'"
     memory = predictor.device_memory(layout, job.run_ahead or False)
     device = job.tightest(memory)
-    which = f"device {device}" if len(set(job.limits)) > 1 else "one device"
+    place = f"device {device}" if len(set(job.limits)) > 1 else "one device"
     raise ConfigurationError(
         f"memory_limit={job.limits[device]:.0f}: with {layout.devices} devices and {job.microbatches} microbatches, "
-        f"{which} needs {memory[device]} bytes; {advice}"
+        f"{place} needs {memory[device]} bytes; {advice}"
     )

@@ -128,7 +128,7 @@ class Problem:
         while min(bounds) > 0 and sum(bounds) >= self.microbatches:
             counts = soonest(self.microbatches, speeds, tuple(bounds))
             pairs = enumerate(zip(counts, _held(counts, stretch), limits, strict=True))
-            full = [i for i, (own, held, limit) in pairs if self.peak(section, own, held).total > limit]
+            full = [i for i, (count, held, limit) in pairs if self.peak(section, count, held).total > limit]
             if not full:
                 return counts
             # A replica that does not fit gets one microbatch less, and the others are divided again.
@@ -187,31 +187,31 @@ class Problem:
         # are held at the same time.
         return min(peak, {"never": peak, "except_last": 2, "always": 1}[self.job.checkpointings[0]])
 
-    def peak(self, section: Section, own: int, held: int) -> PeakMemory:
+    def peak(self, section: Section, count: int, held: int) -> PeakMemory:
         """Return the peak memory of a device of a stage.
 
         Args:
             section: The stage.
-            own: Number of microbatches that the device runs.
+            count: Number of microbatches that the device runs.
             held: Largest number of microbatches that the device holds at once.
         """
-        key = (section, own, held)
+        key = (section, count, held)
         if key not in self._peaks:
-            self._peaks[key] = self._peak(section, own, held)
+            self._peaks[key] = self._peak(section, count, held)
         return self._peaks[key]
 
-    def _peak(self, section: Section, own: int, held: int) -> PeakMemory:
+    def _peak(self, section: Section, count: int, held: int) -> PeakMemory:
         part = (section.start, section.end)
         if part not in self._parts:
             self._parts[part] = part_memory(self.costs, *part)
         crossing = self._crossing(*part)
         load = StageLoad(
-            own=own,
+            own=count,
             held=held,
             kept=self.kept(held),
             interleaved=self.job.schedule == "1f1b",
             replicas=section.replicas,
-            images=0 if section.start else own * self.costs.input_bytes,
+            images=0 if section.start else count * self.costs.input_bytes,
             # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and
             # its gradient.
             outputs=3 * self.microbatches * self.costs.output_bytes if self.is_last(section) else 0,
@@ -257,9 +257,9 @@ class Problem:
             run_ahead: Whether stages hold one additional microbatch.
         """
         return [
-            self.peak(section, own, held)
+            self.peak(section, count, held)
             for section in self.sections(layout)
-            for own, held in zip(self.dealt(section), self.flights(section, run_ahead), strict=True)
+            for count, held in zip(self.dealt(section), self.flights(section, run_ahead), strict=True)
         ]
 
     def excess(self, layout: Layout) -> float:
@@ -271,8 +271,8 @@ class Problem:
             limits = self.job.limits[section.first : section.first + section.replicas]
             flights = self.flights(section, self.job.run_ahead or False)
             over = [
-                self.peak(section, own, held).total - limit
-                for own, held, limit in zip(self.dealt(section), flights, limits, strict=True)
+                self.peak(section, count, held).total - limit
+                for count, held, limit in zip(self.dealt(section), flights, limits, strict=True)
             ]
             self._excesses[section] = max(0.0, *over)
         return self._excesses[section]

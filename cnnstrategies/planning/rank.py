@@ -145,8 +145,8 @@ def _too_large(job: Job, row: Candidate) -> str:
     """Return how much memory a candidate needs on the device that exceeds its memory most."""
     device = job.tightest(row.memories)
     needed, limit = format_bytes(row.memories[device]), format_bytes(job.limits[device])
-    which = f"rank {device}, whose device" if len(set(job.limits)) > 1 else "a device that"
-    return f"needs {needed} on {which} has {limit}"
+    place = f"rank {device}, whose device" if len(set(job.limits)) > 1 else "a device that"
+    return f"needs {needed} on {place} has {limit}"
 
 
 def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
