@@ -46,11 +46,11 @@ def search(name: str) -> dict[str, Any]:
             partition.ALL_LAYOUTS = most
             layout = planner.search()
             assert layout is not None
-            found = planner.time(layout)
-            fits = math.isfinite(found)
-            over[way].append(
-                found / best if fits and math.isfinite(best) else 0.0 if not fits and best == found else -1
-            )
+            step = planner.time(layout)
+            if math.isfinite(step) and math.isfinite(best):
+                over[way].append(step / best)
+            else:
+                over[way].append(0.0 if step == best else -1.0)
     return {"over": over, "seconds": time.process_time() - start}
 
 

@@ -84,7 +84,8 @@ def test_the_error_if_nothing_fits_names_the_largest_batch(files: list[str]) -> 
     words = [*files[1:3], "--bandwidth=1000", "--batch_size=40000"]
     message = (
         "^no strategy fits into the devices' memory: .* comes closest, and needs .* on rank 0, whose device has 300 "
-        r"MiB: .* too much on rank 0; .* a batch of at most \d+ samples fits, with parameter_server.*: give --batch_size \d+"
+        r"MiB: .* too much on rank 0; .* a batch of at most \d+ samples fits, with parameter_server.*: give "
+        r"--batch_size \d+"
     )
     with pytest.raises(ConfigurationError, match=message):
         COMMANDS["plan"].run([*words, "--have=1x300MiB, 1x301MiB"])
