@@ -321,10 +321,12 @@ class Problem:
         # the time by which the reduction of the last bucket is longer than the passes of the earlier stages.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
-        statistics = all_gather(cluster, first, replicas)(self._statistics[end] - self._statistics[start])
+        gather = all_gather(cluster, first, replicas)
+        statistics = gather(self._statistics[end] - self._statistics[start])
+        results = gather(costs.output_bytes * self.microbatches / replicas) if self.is_last(section) else 0.0
         whole = statistics + reduction(parameters) - self._drain[end] / speed
         bucket = reduction(min(parameters, BUCKET_BYTES)) - self._drain[start] / speed
-        return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket)
+        return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket) + results
 
     def bound(self, layout: Layout) -> float:
         """Return a lower bound for the step time in seconds.
