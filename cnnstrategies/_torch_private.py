@@ -139,6 +139,19 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
 
 
+def found_infinities(scaler: torch.amp.grad_scaler.GradScaler, optimizer: optimizer.Optimizer) -> dict[Any, Tensor]:
+    """Return the dictionary in which a gradient scaler keeps whether it has found gradients that are not finite.
+
+    ``GradScaler.unscale_`` writes the dictionary, and ``GradScaler.update`` reads it. Changes of the dictionary count,
+    so several processes can agree on the result. torch has no public function for this.
+
+    Returns:
+        By device: a scalar that is 0 if all gradients on the device are finite.
+    """
+    infinities: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    return infinities
+
+
 def is_in_backward() -> bool:
     """Return whether the calling thread runs a backward pass at this moment."""
     return torch._C._current_graph_task_id() != -1

@@ -77,11 +77,11 @@ class StageBuffers:
     """The buffers of a stage, which are kept equal on all replicas of the stage.
 
     BatchNorm layers normalise each microbatch separately, as in GPipe. During a step, the mean and variance of each
-    microbatch are recorded. At the end of the step the replicas combine the recorded values into the mean and the
-    unbiased variance of the whole batch, and each replica updates the running statistics once with this mean and
-    variance. The running statistics are then the same as after one forward with the whole batch, so the layer's
-    momentum has the same effect with any number of microbatches. (torchgpipe calls this method deferred batch
-    normalization.)
+    microbatch are recorded. After its forwards each replica merges those of its own microbatches, and sends the result
+    to the other replicas, if possible while its last backward runs. At the end of the step each replica has the mean
+    and the unbiased variance of the whole batch, and updates the running statistics once with them. The running
+    statistics are then the same as after one forward with the whole batch, so the layer's momentum has the same effect
+    with any number of microbatches. (torchgpipe calls this method deferred batch normalization.)
 
     Other buffers, such as the vectors of a spectral norm, are copied from the first replica to the other replicas after
     each step, as under DDP. The first step of each form shows which buffers change. Other buffers are not copied.
@@ -130,21 +130,20 @@ class StageBuffers:
         self._changing: dict[Hashable, list[str]] = {}  # By form: buffers that changed in the first step.
         self._before: list[tuple[int, int]] = []
 
-    def begin(self, microbatches: int, form: Hashable = None) -> None:
+    def begin(self, form: Hashable = None) -> None:
         """Begin a step: from now on, record the means and variances that BatchNorm layers in training mode compute.
 
         Call :meth:`finish` or :meth:`abandon` at the end of the step.
 
         Args:
-            microbatches: Number of microbatches over all replicas, including empty microbatches.
             form: Form of the batch. Steps of one form, such as all steps in training, change the same buffers.
         """
         self._form = form
         training = [record for record in self._records if record.layer.training]
         if not training:
             self._table = None
-        elif self._table is None or self._training != training or self._table.microbatches != microbatches:
-            self._table = StatisticsTable(training, microbatches)
+        elif self._table is None or self._training != training:
+            self._table = StatisticsTable(training)
         self._training = training
         if self._table is not None:
             self._table.clear()
@@ -171,11 +170,10 @@ class StageBuffers:
         self._training, self._table = [], None
 
     @contextmanager
-    def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
+    def microbatch(self, again: bool = False) -> Iterator[None]:
         """Record the mean and variance of a microbatch in each BatchNorm layer. The forward runs inside this context.
 
         Args:
-            microbatch: The microbatch.
             again: Whether the forward recomputes activations. If so, nothing is recorded, because the values of the
                 microbatch's first forward were already recorded.
         """
@@ -183,7 +181,7 @@ class StageBuffers:
             record.counts.clear()
         yield
         if self._table is not None and not again:
-            self._table.record(microbatch)
+            self._table.record()
 
     @property
     def recorders(self) -> Sequence["StatisticsRecorder"]:
@@ -211,16 +209,27 @@ class StageBuffers:
                 recorder.restore()
 
     @torch.no_grad()
+    def send(self) -> None:
+        """Begin to send the other replicas the mean and variance of this replica's microbatches.
+
+        All replicas must call this after their last forward, or call :meth:`finish`. No replica may begin other
+        collectives of the group between its last forward and this call.
+        """
+        if self._table is not None:
+            self._table.send(self.group)
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Update the running statistics with the whole batch, and copy other buffers from the first replica to all.
 
         All replicas of the stage must call this at the end of a step.
         """
+        self.send()
         self.abandon()
         if names := self.called_often:
             raise ConfigurationError(f"{calls_several_times(names)}: use a BatchNorm layer of its own for each call")
         if self._table is not None:
-            self._table.update(self.group)
+            self._table.update()
         if self.group is not None and self._others and self.copies_others:
             self._copy_others()
 

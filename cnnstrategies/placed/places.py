@@ -59,12 +59,14 @@ class Places:
         messages: Messages to and from other ranks.
         devices: See above.
         sums: Sums over the ranks of a place that have not been computed yet.
+        readers: By the names of tensors that are observed, the ranks to which operations have brought these tensors.
         has_partial: Whether this rank has created a `PartialTensor`. Otherwise operations need not look for them.
     """
 
     def __init__(self, rank: int, world_size: int, link: MessageLink, devices: DeviceLink | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         self.has_partial = False
+        self.readers: dict[str, set[int]] = {}
         self.messages = Messages(rank, world_size, link)
         self.sums = DeferredSums(self)
         self.devices = devices
@@ -258,6 +260,8 @@ class Places:
             place = self.place_of(tensor)
             if place is not None and not is_at(place, ranks):
                 elsewhere.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
+                if (label := self.label_of(tensor)) in self.readers:
+                    self.readers[label].update(ranks)
         brought: dict[int, Tensor] = {}
         for place in sorted(elsewhere):
             moved = list(elsewhere[place].values())
