@@ -3,12 +3,11 @@
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, NodeCost
-from cnnstrategies.planning.memory import StageTraffic
 
 Time = Callable[[float], float]  # A function from a number of bytes to the seconds that an operation takes.
 BUCKET_BYTES = 25 * 2**20  # Size in bytes of a gradient bucket, in the pipeline and in DistributedDataParallel.
@@ -210,20 +209,6 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], St
             size, gradient = sums.get((source, target), (0, 0))
             sums[source, target] = (size + value.bytes, gradient + value.gradient_bytes)
     return {pair: StageMessage(*sizes) for pair, sizes in sorted(sums.items())}
-
-
-def stage_traffic(costs: GraphCosts, cuts: Sequence[int]) -> list[StageTraffic]:
-    """Return the bytes of the messages of each stage, for one microbatch."""
-    traffic = [StageTraffic()] * (len(cuts) + 1)
-    for (source, target), message in messages(costs, cuts).items():
-        sender, receiver = traffic[source], traffic[target]
-        traffic[source] = replace(sender, awaited=sender.awaited + message.gradient_bytes)
-        traffic[target] = replace(
-            receiver,
-            received=receiver.received + message.bytes,
-            returned=receiver.returned + message.gradient_bytes,
-        )
-    return traffic
 
 
 def sent_in_a_step(costs: GraphCosts, layout: Layout, microbatches: int) -> int:
