@@ -16,8 +16,8 @@ TORCHVISION = {
 }
 TIMM = {
     64: "resnet26d resnet14t seresnext26d_32x4d skresnet18 resnest14d ghostnet_100 rexnet_100 mixnet_s "
-    "tf_efficientnet_lite0 fbnetc_100 spnasnet_100 semnasnet_100 lcnet_100 hardcorenas_a repvgg_a0 mobileone_s0 dla34 ese_vovnet19b_dw "
-    "dpn48b",
+    "tf_efficientnet_lite0 fbnetc_100 spnasnet_100 semnasnet_100 lcnet_100 hardcorenas_a repvgg_a0 mobileone_s0 dla34 "
+    "ese_vovnet19b_dw dpn48b",
 }
 MORE_ARGUMENTS = {"googlenet": {"aux_logits": False, "init_weights": False}}
 

@@ -51,13 +51,10 @@ class ParameterServer:
         # With ssp, no worker can be far ahead of the slowest worker, so in the long run all workers are as slow as the
         # slowest worker.
         bounded = max(free, mean.time / min(job.cluster.speeds))
-        dealt = job.dealt(
-            lambda counts: self._synchronous(counts)[0],
-            self._peak,
-        )
+        dealt = job.dealt(lambda counts: self._synchronous(counts)[0], self._peak)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
             ("parameter_server", {}, equal, *self._synchronous(equal)),
-            ("parameter_server", {"shares": "auto", "initial_shares": list(dealt)}, dealt, *self._synchronous(dealt)),
+            ("parameter_server", self._shares(dealt), dealt, *self._synchronous(dealt)),
             ("parameter_server_async", {}, equal, free, waits),
             ("parameter_server_ssp", {"staleness": STALENESS}, equal, bounded, waits),
         ]
@@ -69,14 +66,21 @@ class ParameterServer:
                 effect=Effect.LEARNING if learns else Effect.ROUNDING,
                 step=step,
                 sent_bytes=round(2 * self.workers * mean.parameter_bytes * self.leaving),
-                peaks=tuple(map(self._peak, counts)),
+                loads=job.loads(counts, self._peak),
                 bottleneck=bottleneck,
             )
 
     def _peak(self, count: int) -> PeakMemory:
-        """Return the peak memory of a worker from the number of its samples."""
+        """Return the peak memory of a worker from its number of samples."""
         profile = self.job.profile
         return replica_peak(profile.at(count), NO_STATE, shared=shared_slices(profile.costs, self.servers))
+
+    def _shares(self, counts: Sequence[int]) -> dict[str, Any]:
+        """Return the options for shares. They are fixed if a device's memory has no room for one more sample."""
+        most = self.job.most_samples(self._peak)
+        if any(count + 1 > fitting for count, fitting in zip(counts, most, strict=True)):
+            return {"shares": list(counts)}
+        return {"shares": "auto", "initial_shares": list(counts)}
 
     def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
         """Return the seconds of a synchronous step, and the bottleneck.

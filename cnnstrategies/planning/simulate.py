@@ -47,7 +47,8 @@ def simulate(
     direction for messages inside its machine, and every machine has one port in each direction for messages to other
     machines. Messages overlap with computation. The replicas of a stage reduce their gradients bucket by bucket during
     their last backward, as soon as the gradients of a bucket are ready. Before the first bucket they exchange the
-    means and variances of batch normalisation.
+    means and variances of batch normalisation. At the end, the replicas of the last stage exchange the network's
+    results, so that each can compute the loss of the whole batch.
 
     Args:
         tasks: Each rank's tasks, in the order in which the rank runs them.
@@ -196,10 +197,11 @@ class _Run:
             if not members or not cost.parameter_bytes:
                 continue
             time = all_reduce(self.cluster, min(members), len(members))
-            statistics = all_gather(self.cluster, min(members), len(members))(cost.statistics_bytes)
+            gather = all_gather(self.cluster, min(members), len(members))
+            statistics, results = gather(cost.statistics_bytes), gather(cost.result_bytes * self.count / len(members))
             start = max(record[4] for record in members.values())
             backward = max(record[5] for record in members.values()) - start
-            end = start + reduced_at(cost.buckets(bucket_bytes, backward), backward, time, statistics)
+            end = start + reduced_at(cost.buckets(bucket_bytes, backward), backward, time, statistics) + results
             if len(members) > 1 or end > start + backward:
                 self.records.extend((rank, "reduce", stage, None, start, end) for rank in members)
 

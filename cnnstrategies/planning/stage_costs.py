@@ -3,12 +3,11 @@
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, NodeCost
-from cnnstrategies.planning.memory import StageTraffic
 
 Time = Callable[[float], float]  # A function from a number of bytes to the seconds that an operation takes.
 BUCKET_BYTES = 25 * 2**20  # Size in bytes of a gradient bucket, in the pipeline and in DistributedDataParallel.
@@ -108,6 +107,8 @@ class StageCost:
         gradients: The nodes' gradients in the order of the backward. For each node: the seconds from the start of the
             backward until its gradients are ready, and the bytes of its gradients.
         statistics_bytes: Bytes of the stage's means and variances of batch normalisation; see `NodeCost`.
+        result_bytes: Bytes of the network's result, of which each replica of the last stage gets that of the whole
+            batch; 0 in other stages.
     """
 
     nodes: int
@@ -118,6 +119,7 @@ class StageCost:
     saved_bytes: int
     gradients: tuple[tuple[float, int], ...] = ()
     statistics_bytes: int = 0
+    result_bytes: int = 0
 
     def buckets(self, size: int, backward: float, first: int | None = None) -> list[BucketCost]:
         """Return the buckets in which the stage's gradients are reduced.
@@ -178,6 +180,7 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
                 saved_bytes=sum(node.saved_bytes for node in nodes),
                 gradients=_gradients(nodes),
                 statistics_bytes=sum(node.statistics_bytes for node in nodes),
+                result_bytes=costs.output_bytes if index == len(cuts) else 0,
             )
         )
     return stages
@@ -208,28 +211,15 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], St
     return {pair: StageMessage(*sizes) for pair, sizes in sorted(sums.items())}
 
 
-def stage_traffic(costs: GraphCosts, cuts: Sequence[int]) -> list[StageTraffic]:
-    """Return the bytes of the messages of each stage, for one microbatch."""
-    traffic = [StageTraffic()] * (len(cuts) + 1)
-    for (source, target), message in messages(costs, cuts).items():
-        sender, receiver = traffic[source], traffic[target]
-        traffic[source] = replace(sender, awaited=sender.awaited + message.gradient_bytes)
-        traffic[target] = replace(
-            receiver,
-            received=receiver.received + message.bytes,
-            returned=receiver.returned + message.gradient_bytes,
-        )
-    return traffic
-
-
 def sent_in_a_step(costs: GraphCosts, layout: Layout, microbatches: int) -> int:
     """Return the bytes that all devices together send in a step.
 
-    The result counts activations, gradients of activations, gradients of parameters, and the means and variances of
-    batch normalisation.
+    The result counts activations, gradients of activations, gradients of parameters, the means and variances of batch
+    normalisation, and the network's results that replicas of the last stage send each other.
     """
     passing = sum(message.bytes + message.gradient_bytes for message in messages(costs, layout.cuts).values())
-    pairs = zip(layout.replicas, stage_costs(costs, layout.cuts), strict=True)
-    return passing * microbatches + sum(
-        (count - 1) * (2 * stage.parameter_bytes + count * stage.statistics_bytes) for count, stage in pairs
+    among_replicas = sum(
+        (count - 1) * (2 * stage.parameter_bytes + count * stage.statistics_bytes + microbatches * stage.result_bytes)
+        for count, stage in zip(layout.replicas, stage_costs(costs, layout.cuts), strict=True)
     )
+    return passing * microbatches + among_replicas

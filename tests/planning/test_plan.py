@@ -16,6 +16,7 @@ from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.planning.predict import Predictor, choose_layout
+from cnnstrategies.planning.problem import Section
 from cnnstrategies.planning.report import stages_table, summary
 
 pytestmark = pytest.mark.light
@@ -67,7 +68,6 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     assert joined.stage_peaks(layout, False) == [first, replace(second, outputs=3 * 4 * 50)], (
         "results of the whole batch are joined in the last stage"
     )
-    assert joined.problem.memory(layout) == first.total
 
 
 def test_cuts_that_need_less_memory_are_preferred_if_a_step_is_hardly_longer() -> None:
@@ -125,11 +125,12 @@ def test_replicas_run_microbatches_as_fast_as_their_devices_do() -> None:
     dealt, equal = (3, 1, 4), ()
     for requested, shares, seconds in ((None, dealt, 0.32), ((3, 1, 1), dealt, 0.32), ((1, 1, 1), equal, 0.38)):
         made = predictor(COSTS, cluster, 3, 4, shares=requested)
-        assert made.problem.shares((2, 1)) == shares
+        assert made.problem.shares(layout) == shares
         assert made.time(layout) == pytest.approx(seconds)
         assert made.time(layout) >= made.problem.bound(layout)
-    assert predictor(COSTS, cluster, 3, 8).problem.dealt(0, 2) == (6, 2)
-    assert predictor(COSTS, cluster, 3, 5).problem.dealt(0, 2) == (4, 1), "the fastest whole numbers"
+    section = Section(0, 2, first=0, replicas=2)
+    assert predictor(COSTS, cluster, 3, 8).problem.dealt(section) == (6, 2)
+    assert predictor(COSTS, cluster, 3, 5).problem.dealt(section) == (4, 1), "the fastest whole numbers"
 
 
 def test_the_table_fits_80_columns() -> None:

@@ -242,7 +242,8 @@ def _in_first_steps(job: Job, schedule: Schedule, saves_memory: bool = True) -> 
 
 def _fits_first_steps(job: Job, layout: Layout, schedule: Schedule) -> bool:
     """Whether the memory suffices for the first steps."""
-    return job.memory is None or _in_first_steps(job, schedule).memory(layout) <= job.memory
+    first = _in_first_steps(job, schedule)
+    return not job.excess(first.device_memory(layout, job.run_ahead or False))
 
 
 def _peaks(predictor: Predictor, layout: Layout, first: Predictor | None) -> list[PeakMemory]:
@@ -261,10 +262,12 @@ def _peaks(predictor: Predictor, layout: Layout, first: Predictor | None) -> lis
 
 def _reason(job: Job, layout: Layout) -> str | None:
     """Return why activations are computed again; None if memory is not limited."""
-    if job.memory is None:
+    if not job.is_limited:
         return None
-    stored = Predictor(replace(job, activation_checkpointing="never")).memory(layout)
-    needed, limit = format_bytes(stored), format_bytes(job.memory)
+    stored = Predictor(replace(job, activation_checkpointing="never"))
+    memory = stored.device_memory(layout, job.run_ahead or False)
+    device = job.tightest(memory)
+    needed, limit = format_bytes(memory[device]), format_bytes(job.limits[device])
     return f"a device with stored activations would need {needed}, and the limit is {limit}"
 
 
