@@ -278,9 +278,9 @@ def memory_row(peaks: "Sequence[PeakMemory]") -> Row:
         return f"{size / 1e6:,.{decimals}f}"
 
     least, most = megabytes(min(totals)), megabytes(max(totals))
-    text = f"{most} MB" if least == most else f"{least} to {most} MB; {most}"
+    text = f"{most} MB" if least == most else f"{least} to {most} MB"
     parts = [f"{name} {megabytes(size)}" for name, size in fullest.parts().items() if size >= 5e5 / 10**decimals]
-    return "memory", f"{text} = {', '.join(parts)}; predicted"
+    return "memory", f"{text} of tensors, predicted{'' if least == most else f'; {most}'}: {', '.join(parts)}"
 
 
 def compared_peaks(predicted: int, real: int) -> str | None:
