@@ -93,10 +93,14 @@ N ?= 2000
 fuzz-pipeline: $(INSTALLED)
 	$(BIN)/python tests/pipeline/random_layouts.py $(N)
 
-# mutmut makes more than a thousand small changes to nine modules, and the changes that no test notices are printed.
-# Takes some minutes; MODULE=data.sampling takes only this module. See [tool.mutmut] in pyproject.toml.
+# First the faulty versions in tests/mutants whose tests take long. Then mutmut makes more than a thousand small changes
+# to nine modules, and the changes that no test notices are printed. Takes some minutes; MODULE=data.sampling takes only
+# this module. See [tool.mutmut] in pyproject.toml.
 MUTATED := build/mutants
 mutants: $(INSTALLED)
+ifeq ($(MODULE),)
+	$(PYTEST) tests/long_mutants.py
+endif
 	test -x $(BIN)/mutmut || $(MAKE) --always-make EXTRAS=$(EXTRAS),mutants $(INSTALLED)
 	rm -rf $(MUTATED)
 	mkdir -p $(MUTATED)

@@ -60,6 +60,7 @@ removes(
     "every configuration is parsed twice",
     killed_by=test_cli.test_a_global_batch_that_is_too_small_is_refused_before_processes,
     gives=True,
+    takes_long=True,
 )
 removes(
     check_nulls,

@@ -86,4 +86,5 @@ removes(
     killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(lambda: "ddp")],
+    takes_long=True,
 )

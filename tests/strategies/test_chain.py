@@ -127,6 +127,7 @@ def as_rank(chain: tuple[Any, ...]) -> None:
     Chain(*chain).run()
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_weight_averages_and_replicas_equal_one_device(tmp_path: Path) -> None:
     single_device, three = tmp_path / "one", tmp_path / "three"
     single_device.mkdir()

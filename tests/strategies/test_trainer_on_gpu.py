@@ -287,18 +287,21 @@ TOGETHER = [
 THREE = [
     Case(partial(piped, replicas=[2, 1], schedule="gpipe", activation_checkpointing="always")),
     Case(partial(piped, replicas=[2, 1], shares="auto")),
-    # The loss scaler reads whether a step must be skipped.
-    Case(
-        partial(piped, replicas=[1, 2], submodule="network"),
-        module=WithHead,
-        precision="16-mixed",
-        has_length=False,
-        waits=1,
-    ),
 ]
+# The loss scaler reads whether a step must be skipped.
+WITH_HEAD = Case(
+    partial(piped, replicas=[1, 2], submodule="network"),
+    module=WithHead,
+    precision="16-mixed",
+    has_length=False,
+    waits=1,
+)
 
 
-@pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TOGETHER), (3, THREE)])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(1, ALONE), (2, TOGETHER), (3, [WITH_HEAD]), pytest.param(3, THREE, marks=pytest.mark.cluster)],
+)
 def test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits(world: int, cases: list[Case]) -> None:
     ranks = [run_apart(on_both, cases, world)] if world == 1 else run_ranks(world, on_both, cases, world)
     for rank, (host, device) in enumerate(ranks):

@@ -17,15 +17,16 @@ from whole_step_cases.checking import check, check_error
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
+FEW = ("byol", "branch_on_loss", "lottery_ticket", "wasserstein_penalty", "gathered_contrast", "noise_in_hooks")
+# Cases of more kinds, for the cluster tests.
 SELECTION = (
-    *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "lottery_ticket"),
-    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty", "gathered_contrast"),
-    *("noise_in_hooks", "reversible_blocks", "asks_the_strategy"),
+    *(*FEW, "kl_term", "logged_metric", "finite_loss", "small_unet", "global_list", "kept_features", "grad_cam"),
+    *("reversible_blocks", "asks_the_strategy"),
 )
 
 
 def test_programs_of_several_kinds_train_as_on_one_device() -> None:
-    check([replace(CASES[name], epochs=1, samples=20) for name in SELECTION], [1, 1])
+    check([replace(CASES[name], epochs=1, samples=20) for name in FEW], [1, 1])
 
 
 @pytest.mark.cluster
