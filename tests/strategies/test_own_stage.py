@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -154,6 +155,7 @@ def go_on(folder: Path, replicas: list[int]) -> Any:
     return fit(replicas, 3, False, f"{folder}/on {replicas}", f"{folder}/[]/last.ckpt")
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_replicas_resume_from_a_checkpoint_of_one_process(tmp_path: Path) -> None:
     run_apart(first_run, tmp_path, [], False)
     expected = run_apart(go_on, tmp_path, [])

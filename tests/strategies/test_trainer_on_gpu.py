@@ -272,16 +272,13 @@ ALONE = [
     Case(partial(served, "sync"), RECIPE, precision="16-mixed", waits=3),
     Case(partial(served, "local"), waits=2 * len(list(network(0.0).parameters())), dropout=0.2),
 ]
-TOGETHER = [
-    Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed"),
-    # In half precision, torch's loss scaler reads whether a step must be skipped.
+TOGETHER = [Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed"), Case(piped, module=BuiltLate, waits=1)]
+# In half precision, torch's loss scaler reads whether a step must be skipped.
+MIXED = [
     Case(
         partial(piped, activation_checkpointing="except_last"), module=OwnModule, precision="16-mixed",
         has_length=False, waits=2,
     ),
-    # Without `GracefulStop`, Lightning creates, sends and reads a flag in each step.
-    Case(piped, module=BuiltLate, waits=3, is_graceful=False),
-    # The loss scaler reads whether a step must be skipped.
     Case(piped, RECIPE, precision="16-mixed", waits=1),
 ]  # fmt: skip
 THREE = [
@@ -300,7 +297,12 @@ WITH_HEAD = Case(
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(1, ALONE), (2, TOGETHER), (3, [WITH_HEAD]), pytest.param(3, THREE, marks=pytest.mark.cluster)],
+    [
+        (1, ALONE),
+        (2, TOGETHER),
+        (3, [WITH_HEAD]),
+        *(pytest.param(*more, marks=pytest.mark.cluster) for more in ((2, MIXED), (3, THREE))),
+    ],
 )
 def test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits(world: int, cases: list[Case]) -> None:
     ranks = [run_apart(on_both, cases, world)] if world == 1 else run_ranks(world, on_both, cases, world)
@@ -321,6 +323,7 @@ def trainings_that_draw() -> list[Trained]:
         return [fit(Case(partial(piped, activation_checkpointing=mode), dropout=0.2), "cuda", 2) for mode in modes]
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_a_second_forward_on_a_gpu_draws_what_the_first_forward_drew() -> None:
     """The CPU's draws differ, because they follow from the states of all generators, and a GPU has one more."""
     for stored, recomputed in run_ranks(2, trainings_that_draw):
