@@ -54,9 +54,9 @@ ifeq ($(PART)$(STRATEGY),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
 
-# Programs as users write them under hybrid_pipeline, with all layouts. Takes half an hour.
+# Programs as users write them under hybrid_pipeline, with all layouts, and more layouts of pipelines. Takes half an hour.
 test-cases: $(INSTALLED)
-	$(PYTEST) tests/strategies/whole_step_cases/all_layouts.py
+	$(PYTEST) tests/strategies/whole_step_cases/all_layouts.py tests/pipeline/more_layouts.py
 
 # Published optimizers under every strategy, in an environment with their packages. Takes some minutes; writes the page.
 OPTIMIZERS_VENV ?= .venv-optimizers
