@@ -17,11 +17,19 @@ from whole_step_cases.checking import check, check_error
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
-FEW = ("byol", "branch_on_loss", "lottery_ticket", "wasserstein_penalty", "gathered_contrast", "noise_in_hooks")
+FEW = (
+    "byol",
+    "branch_on_loss",
+    "lottery_ticket",
+    "wasserstein_penalty",
+    "gathered_contrast",
+    "noise_in_hooks",
+    "normalised_twice",
+)
 # Cases of more kinds, for the cluster tests.
 SELECTION = (
     *(*FEW, "kl_term", "logged_metric", "finite_loss", "small_unet", "global_list", "kept_features", "grad_cam"),
-    *("reversible_blocks", "asks_the_strategy"),
+    *("reversible_blocks", "asks_the_strategy", "own_randomness", "unpacked_batch"),
 )
 
 
