@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,17 +19,12 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
 FEW = (
-    "byol",
-    "branch_on_loss",
-    "lottery_ticket",
-    "wasserstein_penalty",
-    "gathered_contrast",
-    "noise_in_hooks",
+    *("byol", "branch_on_loss", "lottery_ticket", "wasserstein_penalty", "gathered_contrast", "noise_in_hooks"),
     "normalised_twice",
 )
 # Cases of more kinds, for the cluster tests.
-SELECTION = (
-    *(*FEW, "kl_term", "logged_metric", "finite_loss", "small_unet", "global_list", "kept_features", "grad_cam"),
+MORE = (
+    *("kl_term", "logged_metric", "finite_loss", "small_unet", "global_list", "kept_features", "grad_cam"),
     *("reversible_blocks", "asks_the_strategy", "own_randomness", "unpacked_batch"),
 )
 
@@ -38,16 +34,21 @@ def test_programs_of_several_kinds_train_as_on_one_device() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("replicas", [[1, 2], [1, 1, 1]], ids=str)
-def test_programs_train_as_on_one_device_with_replicas_and_three_stages(replicas: list[int]) -> None:
-    check([replace(CASES[name], epochs=1) for name in SELECTION], replicas)
+@pytest.mark.parametrize(("replicas", "names"), [([1, 2], MORE), ([1, 1, 1], FEW)], ids=["1-2", "1-1-1"])
+def test_programs_train_as_on_one_device_with_replicas_and_three_stages(
+    replicas: list[int], names: Sequence[str]
+) -> None:
+    check([replace(CASES[name], epochs=1) for name in names], replicas)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("replicas", "checkpointing"), [([1, 1], "always"), ([2, 1], "except_last")])
-def test_programs_train_as_on_one_device_if_forwards_run_again(replicas: list[int], checkpointing: str) -> None:
-    cases = [replace(CASES[name], epochs=1) for name in SELECTION]
-    check(cases, replicas, activation_checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    ("replicas", "checkpointing", "names"), [([1, 1], "always", MORE), ([2, 1], "except_last", FEW)], ids=["1-1", "2-1"]
+)
+def test_programs_train_as_on_one_device_if_forwards_run_again(
+    replicas: list[int], checkpointing: str, names: Sequence[str]
+) -> None:
+    check([replace(CASES[name], epochs=1) for name in names], replicas, activation_checkpointing=checkpointing)
 
 
 def validate(case: Case, devices: int) -> dict[str, float]:
