@@ -40,7 +40,7 @@ class Mutant:
         killed_by: The test that must fail.
         noticed_by: Exceptions that the failing test may raise.
         arguments: Arguments of the test that are not fixtures, by parameter name.
-        takes_long: Whether the test takes more than half a second of processor time. `make mutants` runs these mutants.
+        takes_long: Whether the test takes more than 0.3 s of processor time. `make mutants` runs these mutants.
     """
 
     name: str
@@ -101,7 +101,7 @@ def replaces(
         original: The original function.
         killed_by: The test that must fail.
         noticed_by: Exceptions that the failing test may raise.
-        takes_long: Whether the test takes more than half a second of processor time.
+        takes_long: Whether the test takes more than 0.3 s of processor time.
         arguments: Arguments of the test that are not fixtures.
     """
 
@@ -129,7 +129,7 @@ def removes(
         killed_by: The test that must fail.
         gives: The mutant's return value.
         noticed_by: Exceptions that the failing test may raise.
-        takes_long: Whether the test takes more than half a second of processor time.
+        takes_long: Whether the test takes more than 0.3 s of processor time.
         arguments: Arguments of the test that are not fixtures.
     """
     name = fault.replace(" ", "_")

@@ -40,6 +40,7 @@ removes(
     GradientReducer.overlap,
     "gradients are summed only after the last backward",
     killed_by=test_executor.test_replicas_sum_gradients_while_the_last_backward_runs,
+    takes_long=True,
 )
 
 
@@ -80,7 +81,7 @@ def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
     return original(placement, rank, "gpipe", run_ahead)
 
 
-@replaces(Placement.rank_of, killed_by=test_layouts.test_random_layouts_equal_one_process, part=1)
+@replaces(Placement.rank_of, killed_by=test_layouts.test_random_layouts_equal_one_process, part=1, takes_long=True)
 def messages_are_sent_to_the_ranks_that_equal_shares_imply(original, self, stage, microbatch):
     return self.ranks(stage)[microbatch % self.replicas[stage]]
 

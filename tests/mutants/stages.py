@@ -28,6 +28,7 @@ removes(
     "a cut passes through a module with a hook",
     killed_by=test_users_modules.test_attributes_hooks_and_modes_stay_live,
     gives=False,
+    takes_long=True,
 )
 removes(
     Untouched.__exit__,
@@ -37,7 +38,9 @@ removes(
 )
 
 
-@replaces(without_tensor_hooks, killed_by=test_whole_batch.test_a_loss_may_compare_all_samples_of_two_calls)
+@replaces(
+    without_tensor_hooks, killed_by=test_whole_batch.test_a_loss_may_compare_all_samples_of_two_calls, takes_long=True
+)
 @contextmanager
 def a_gradient_hook_fires_per_microbatch(original: Any, tensors: Any) -> Iterator[None]:
     yield
@@ -59,7 +62,11 @@ def a_forward_that_runs_again_draws_other_numbers(original: Any, self: Draws, mi
 
 
 @replaces(
-    LossOfCall.compare, killed_by=test_declared_loss.check_layout, replicas=(1, 1), names=["doubled", "other_values"]
+    LossOfCall.compare,
+    killed_by=test_declared_loss.check_layout,
+    replicas=(1, 1),
+    names=["doubled", "other_values"],
+    takes_long=True,
 )
 def the_check_of_the_declared_loss_is_left_out(original: Any, self: LossOfCall, *args: Any) -> Any:
     return original(self, *args)._replace(kind="factor")

@@ -30,6 +30,7 @@ removes(
     StageReplicas.copy_from_first,
     "replicas train parameters outside of the network from their own copies of the loss",
     killed_by=test_placed_module.test_replicas_use_the_first_replicas_gradients_of_parameters_outside_of_the_network,
+    takes_long=True,
 )
 
 
@@ -103,6 +104,7 @@ removes(
     killed_by=test_network_copies.check_layout,
     cuts=["stem"],
     replicas=(1, 1),
+    takes_long=True,
 )
 
 

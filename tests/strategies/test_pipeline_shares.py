@@ -41,6 +41,7 @@ def test_any_shares_of_replicas_train_the_weights_of_one_process(samples, accumu
     assert validated[0]
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_a_run_resumes_under_different_shares_and_replicas():
     # Lightning loads a checkpoint before it converts the network to float64, so the network must be in float64 already.
     common = {"data": {"global_batch_size": 50}, "max_epochs": 2, "limit_val_batches": 0}

@@ -103,7 +103,9 @@ def fit(then: dict[int, float], batches: int = 9, measured: int = 8, **options: 
             "layer_4",
         ),  # The balancing of shares measures times as well.
         ({}, {}, None),
-        (dict.fromkeys(range(LOSS), 200), {"activation_checkpointing": "always"}, None),  # All layers are slower.
+        pytest.param(  # All layers are slower.
+            dict.fromkeys(range(LOSS), 200), {"activation_checkpointing": "always"}, None, marks=pytest.mark.cluster
+        ),
         ({1: 700}, {"batches": 7}, None),
         ({1: 700}, {"cuts": ["layer_1"]}, None),
     ],
