@@ -14,6 +14,8 @@ from cnnstrategies.planning.sections import Section, StageMemory
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_gather, all_reduce
 from cnnstrategies.shares import deal, rotation, soonest
 
+FEW = 8  # Largest number of replicas whose numbers of microbatches are reduced one at a time until they fit.
+
 
 class Problem:
     """The task of choosing a layout for a job, with the formulas that predict a layout's step time and memory.
@@ -94,12 +96,17 @@ class Problem:
         bounds = [self.microbatches] * section.replicas
         while min(bounds) > 0 and sum(bounds) >= self.microbatches:
             counts = soonest(self.microbatches, speeds, tuple(bounds))
-            pairs = enumerate(zip(counts, _held(counts, stretch), limits, strict=True))
-            full = [i for i, (count, held, limit) in pairs if self.memory.peak(section, count, held).total > limit]
-            if not full:
+            peaks = map(self.memory.peak, itertools.repeat(section), counts, _held(counts, stretch))
+            over = [peak.total - limit for peak, limit in zip(peaks, limits, strict=True)]
+            if max(over) <= 0:
                 return counts
-            # A replica that does not fit gets one microbatch less, and the others are divided again.
-            for replica in full:
+            if len(set(zip(speeds, limits, strict=True))) == 1:
+                break  # Of equal devices, no other numbers of microbatches need less memory.
+            # Of the replicas that are too full, the one with most microbatches gets one less, and the microbatches are
+            # divided again. Others may fit then, because the order of the microbatches changes as well. With many
+            # replicas this would take long, so all that are too full get one microbatch less.
+            full = [replica for replica, size in enumerate(over) if size > 0]
+            for replica in full if section.replicas > FEW else [max(full, key=counts.__getitem__)]:
                 bounds[replica] = counts[replica] - 1
         return soonest(self.microbatches, speeds)
 

@@ -94,10 +94,7 @@ def test_a_machine_of_a_cluster_file_may_have_unequal_devices(tmp_path: Path) ->
 
 
 def test_the_search_keeps_each_devices_limit_and_is_close_to_brute_force() -> None:
-    """Brute force tries all layouts with all numbers of microbatches of each device.
-
-    Of 3,000 searches 99 % found the best plan, and the worst was 12 % slower.
-    """
+    """Brute force tries all layouts with all numbers of microbatches of each device."""
     rng = random.Random(61)
     over, fitting = [], 0
     for _ in range(40):
@@ -113,7 +110,7 @@ def test_the_search_keeps_each_devices_limit_and_is_close_to_brute_force() -> No
             assert planner.job.excess(planner.device_memory(layout, planner.job.run_ahead or False)) == 0
             over.append(time / best)
             fitting += 1
-    assert max(over) <= 1.25
+    assert max(over) <= 1.15
     assert sum(ratio <= 1.05 for ratio in over) >= 0.9 * fitting > 5
 
 
