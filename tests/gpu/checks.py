@@ -224,6 +224,30 @@ def compiled() -> Rows:
             yield _compared(alone, *case)
 
 
+def peaks() -> Rows:
+    """Compare each rank's predicted peak memory with the real peak in float64, with several ranks on one card."""
+    cases: list[tuple[int, str, dict[str, Any]]] = [
+        (1, "auto", {}),
+        (2, "ddp", {}),
+        (2, "parameter_server", {}),
+        (2, "hybrid_pipeline", {"replicas": [1, 1]}),
+        (3, "hybrid_pipeline", {"replicas": [2, 1]}),
+    ]
+    for ranks, strategy, options in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            _ranks(ranks, strategy, folder, peaks=folder, **options)
+            pairs = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+        description = f"{ranks} ranks on one card, {' '.join([strategy, *map(str, options.values())])}"
+        yield description, "; ".join(_peak(rank, *pair) for rank, pair in enumerate(pairs))
+
+
+def _peak(rank: int, predicted: int, real: int) -> str:
+    text = f"rank {rank}: predicted {predicted / 2**20:,.0f} MiB" if predicted else f"rank {rank}: not predicted"
+    if not real:
+        return text
+    return f"{text}, real {real / 2**20:,.0f} MiB" + (f" ({predicted / real - 1:+.0%})" if predicted else "")
+
+
 def lost() -> Rows:
     """Check that the other ranks soon name a rank that is killed under NCCL."""
     with tempfile.TemporaryDirectory() as folder:
@@ -280,7 +304,7 @@ def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple
 
 
 # Checks that may run at the same time, because they measure no times.
-TOGETHER = (staging, fits, waits, one_card, accumulated, own_stage, compiled, lost)
+TOGETHER = (staging, fits, waits, one_card, accumulated, own_stage, compiled, peaks, lost)
 ALONE = (speed, several)
 
 

@@ -164,6 +164,7 @@ class Case(NamedTuple):
         waits: Number of times that the host may wait in a step.
         dropout: Probability of dropout in the network.
         is_graceful: Whether signals stop the run by the callback `GracefulStop`, and not by Lightning's own handler.
+        clip: Largest norm of the gradients; None for no clipping.
     """
 
     strategy: Callable[[], Any]
@@ -174,6 +175,7 @@ class Case(NamedTuple):
     waits: int = 0
     dropout: float = 0.0
     is_graceful: bool = True
+    clip: float | None = None
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
@@ -230,6 +232,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         callbacks=[waits := Waits(), *[GracefulStop()] * case.is_graceful],
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
+        gradient_clip_val=case.clip,
     )
     loader = DataLoader(data if case.has_length else Endless(data), 8, pin_memory=kind == "cuda")
     validation = DataLoader(Subset(data, range(17 * world)), 8, pin_memory=kind == "cuda")
@@ -273,7 +276,7 @@ ALONE = [
     Case(partial(served, "local"), waits=2 * len(list(network(0.0).parameters())), dropout=0.2),
 ]
 TOGETHER = [
-    Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed"),
+    Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed", clip=0.1),
     # In half precision, torch's loss scaler reads whether a step must be skipped.
     Case(
         partial(piped, activation_checkpointing="except_last"), module=OwnModule, precision="16-mixed",
