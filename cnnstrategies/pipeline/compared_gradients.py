@@ -1,5 +1,6 @@
 """Compare the gradients for a batch with those for parts of the batch, or for other batches, up to rounding."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -120,6 +121,7 @@ class ComparedGradients:
         return is_near(first, second, whole.limit)
 
     def _is_alike(self, whole: Sketch, actual: Tensor) -> bool:
-        norms = [float(torch.linalg.vector_norm(values.double())) for values in (actual - whole.values, whole.values)]
-        difference, size = (norm / max(1, actual.numel()) ** 0.5 for norm in norms)
+        count = max(1, actual.numel())
+        pair = (actual - whole.values, whole.values)
+        difference, size = (float(torch.linalg.vector_norm(values.double())) / math.sqrt(count) for values in pair)
         return difference <= _ALIKE * max(size, whole.limit * self._largest)

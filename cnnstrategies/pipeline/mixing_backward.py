@@ -87,10 +87,7 @@ def _compare(runs: _Runs) -> str | None:
         return _MIXES
     twice, other, swapped = runs.of(0, 0), runs.of(1, 1), runs.of(1, 0)
     rows = [
-        one
-        if one is None or two is None or one.shape == single.shape
-        else torch.cat([one.chunk(2)[0], two.chunk(2)[1]])
-        for one, two, single in zip(twice.gradients, other.gradients, first.gradients, strict=True)
+        _first_and_second(*column) for column in zip(twice.gradients, other.gradients, first.gradients, strict=True)
     ]
     columns = zip(twice.of_parameters, other.of_parameters, swapped.of_parameters, strict=True)
     sums = [a if a is None or b is None or c is None else a + b - c for a, b, c in columns]
