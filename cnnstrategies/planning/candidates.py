@@ -74,9 +74,8 @@ class Job:
     @cached_property
     def limits(self) -> tuple[float, ...]:
         """Largest number of bytes that each device may hold. Infinite if neither the user nor the cluster limits it."""
-        memories, limits = self.cluster.memories, self.memory_limit
-        if not isinstance(limits, tuple):
-            limits = (inf if limits is None else limits,) * len(memories)
+        memories, limit = self.cluster.memories, self.memory_limit
+        limits = limit if isinstance(limit, tuple) else (inf if limit is None else limit,) * len(memories)
         return tuple(min(pair) for pair in zip(limits, memories, strict=True))
 
     @cached_property
