@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies._torch_private import add_all, copy_all, put_buffer
-from cnnstrategies.errors import ConfigurationError
 
 ENTRY_BYTES = 8  # Bytes of a mean, or of a variance, that replicas send each other: a number in float64.
 
@@ -34,12 +33,15 @@ class StatisticsRecorder:
         places: For each call of the layer in a forward, two tensors (C,) that are reserved for this call. The kernel
             writes the mean and the variance into them.
         counts: For each call of the layer so far in the current forward, the number of values per channel.
+        has_more_calls: Whether a forward has called the layer more often than `calls` says, because a module that runs
+            as a whole calls the layer several times.
     """
 
     def __init__(self, name: str, layer: Any, calls: int) -> None:
         self.name, self.layer, self.calls = name, layer, calls
         self.places: list[tuple[Tensor, Tensor]] = []
         self.counts: list[int] = []
+        self.has_more_calls = False
         self._saved: tuple[Any, ...] | None = None
         layer.register_forward_pre_hook(self._before)
 
@@ -71,10 +73,8 @@ class StatisticsRecorder:
             return
         call = len(self.counts)
         if call == self.calls:
-            raise ConfigurationError(
-                f"{self.name} normalises several times in one call of the layer that contains it, and only this layer "
-                "as a whole is known: use a BatchNorm layer of its own for each call"
-            )
+            self.has_more_calls = True  # What the layer records now is not used.
+            return
         self.counts.append(inputs[0].numel() // self.layer.num_features)
         if self.calls > 1:
             self._put(call)

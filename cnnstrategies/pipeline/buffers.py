@@ -1,9 +1,10 @@
 """Keep buffers equal on all replicas of a stage: the running statistics of BatchNorm, and other buffers."""
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_statistics import StatisticsRecorder, StatisticsTable
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# Layers that a module which runs as a whole calls several times. Their statistics cannot be combined.
+_left: "WeakSet[nn.Module]" = WeakSet()
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -21,8 +24,10 @@ def is_batch_norm(module: nn.Module) -> bool:
 
     A class of the user's own may compute its statistics in another way, for example for each half of a batch.
     """
-    return isinstance(module, BATCH_NORMS) and (
-        type(module).forward is nn.BatchNorm2d.forward or _records_mean(type(module), module)
+    return (
+        isinstance(module, BATCH_NORMS)
+        and module not in _left
+        and (type(module).forward is nn.BatchNorm2d.forward or _records_mean(type(module), module))
     )
 
 
@@ -144,8 +149,25 @@ class StageBuffers:
             self._table.clear()
         for record in training:
             record.begin()
-        if self.group is not None:
+        if self.group is not None and self.copies_others:
             self._before = self._states()
+
+    @property
+    def called_often(self) -> list[str]:
+        """Names of the BatchNorm layers that a forward has called more often than the graph of the stage shows."""
+        return [record.name for record in self._records if record.has_more_calls]
+
+    def leave(self, names: Iterable[str]) -> None:
+        """From now on, let BatchNorm layers change their own statistics, as other layers change buffers.
+
+        Args:
+            names: Names of layers, also of other stages. All ranks must call this with the same names.
+        """
+        self.abandon()
+        for record in [record for record in self._records if record.name in names]:
+            self._records.remove(record)
+            record.layer.register_forward_hook(_note_writes)
+        self._training, self._table = [], None
 
     @contextmanager
     def microbatch(self, again: bool = False) -> Iterator[None]:
@@ -204,6 +226,8 @@ class StageBuffers:
         """
         self.send()
         self.abandon()
+        if names := self.called_often:
+            raise ConfigurationError(f"{calls_several_times(names)}: use a BatchNorm layer of its own for each call")
         if self._table is not None:
             self._table.update()
         if self.group is not None and self._others and self.copies_others:
@@ -245,6 +269,31 @@ class StageBuffers:
         A buffer has changed if its id or its number of writes has changed. Autograd counts the writes.
         """
         return [(id(buffer), writes(buffer)) for buffer in map(self._module.get_buffer, self._others)]
+
+
+def calls_several_times(names: Sequence[str]) -> str:
+    """Return the reason why BatchNorm layers need the whole batch."""
+    return ", ".join(names) + _SEVERAL_TIMES
+
+
+def leave_statistics(network: nn.Module, reason: str) -> list[str]:
+    """Leave the statistics of BatchNorm layers to the layers, if a result of `calls_several_times` names the layers.
+
+    Args:
+        network: The network.
+        reason: Why the network runs batches as one microbatch.
+
+    Returns:
+        The names.
+    """
+    if not reason.endswith(_SEVERAL_TIMES):
+        return []
+    names = reason.removesuffix(_SEVERAL_TIMES).split(", ")
+    _left.update(map(network.get_submodule, names))
+    return names
+
+
+_SEVERAL_TIMES = " normalises several times in one call of the module that contains it"
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.backward_draws import BackwardDraws
 from cnnstrategies.pipeline.batch_rows import BatchRows
+from cnnstrategies.pipeline.buffers import calls_several_times
 from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, multiply_gradients, without_gradients
 from cnnstrategies.pipeline.random_draws import Draws
@@ -95,6 +96,8 @@ class WholeBatch:
             self._second = SecondForwards(runner, self.draws, self.terms, self._autocast, form)
         try:
             self._run_forwards()
+            if names := runner.buffers.called_often:
+                self._need_whole(calls_several_times(names))
             if self.updates_buffers:
                 runner.buffers.send()
             if self.terms is not None:

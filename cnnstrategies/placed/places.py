@@ -341,6 +341,13 @@ class Places:
             parts = self.exchange(rows.detach().cpu(), tensor.place, subject)
             return self.mark(joined_rows(tensor, parts, tensor.counts), tensor.place, tensor.label)
 
+    def is_misplaced(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a gradient at another place. Sparse gradients, which all ranks have, do not count."""
+        gradient = tensor.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return False
+        return self.place_of(gradient) != self.place_of(tensor)
+
     def settle_gradients(self, tensors: Iterable[Tensor]) -> None:
         """Bring gradients to the places of their tensors, in one message for each pair of places.
 
@@ -349,7 +356,7 @@ class Places:
         why = "gradients"
         misplaced: dict[Place, list[Tensor]] = {}
         for tensor in tensors:
-            if tensor.grad is not None and self.place_of(tensor.grad) != self.place_of(tensor):
+            if self.is_misplaced(tensor):
                 misplaced.setdefault(self.place_of(tensor), []).append(tensor)
         for place in sorted(misplaced, key=lambda place: place or ()):
             gradients = [tensor.grad for tensor in misplaced[place] if tensor.grad is not None]
