@@ -148,7 +148,7 @@ class StoredOnOneRank(Classifier):
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and self.trainer.global_rank == 0:
-            self.net[0].register_forward_hook(lambda module, args, output: self.kept.update(norm=output.norm()))
+            self.net[0].register_forward_hook(lambda module, args, output: self.kept.update(level=output.abs().mean()))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self(batch[0])
