@@ -212,8 +212,6 @@ def test_a_loaded_state_gets_the_places_of_the_parameters() -> None:
             program = resume(make, states, places)
             torch.testing.assert_close(program.read, expected.read, rtol=1e-12, atol=1e-12)
             compare(places, program.parameters, expected.parameters)
-            # A program may go back to a copy of an earlier state. The reads below compare the names of its tensors.
-            program.optimizer.load_state_dict(copy.deepcopy(program.optimizer.state_dict()))
             for parameter in program.parameters:
                 for value in program.optimizer.state[parameter].values():
                     for leaf in value if isinstance(value, list) else [value]:
@@ -222,8 +220,6 @@ def test_a_loaded_state_gets_the_places_of_the_parameters() -> None:
                             if leaf.shape == parameter.shape:
                                 assert places.place_of(leaf) == places.place_of(parameter)
                             leaf.sum().item()
-                        elif isinstance(leaf, Tensor):
-                            leaf.item()
 
         on_ranks(2, on_rank)
 
