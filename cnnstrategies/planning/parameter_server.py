@@ -6,11 +6,13 @@ workers and servers are modelled as a closed network of queues.
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
+from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments
 
 PART = 2**22  # Largest size of a message in bytes. The values of a larger layer are sent in several messages.
 STALENESS = 2  # Staleness in the mode ssp. The recipe `parameter_server_ssp` has the same value.
@@ -59,7 +61,7 @@ class ParameterServer:
         ]
         for family, options, counts, step, bottleneck in rows if dealt != equal else (rows[0], *rows[2:]):
             learns = family != "parameter_server" or (counts != equal and job.profile.batch_norm)
-            yield Candidate(
+            row = Candidate(
                 family=family,
                 options=options,
                 effect=Effect.LEARNING if learns else Effect.ROUNDING,
@@ -68,6 +70,15 @@ class ParameterServer:
                 memory=2 * mean.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
                 bottleneck=bottleneck,
             )
+            yield row
+            if job.memory is not None and row.memory > job.memory:
+                segments = choose_segments(job.profile.at(max(counts)))
+                yield replace(
+                    row,
+                    options={**options, RECOMPUTED: "except_last"},
+                    step=step + choose_segments(job.slowest(counts)[0]).again / job.slowest(counts)[1],
+                    memory=2 * mean.parameter_bytes + segments.peak_bytes,
+                )
 
     def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
         """Return the seconds of a synchronous step, and the bottleneck.

@@ -5,16 +5,17 @@ This module also computes the costs of DDP, to which all other strategies are co
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
-from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.hybrid import Hybrid, hybrids
 from cnnstrategies.planning.parameter_server import ParameterServer
+from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
 
 ACCUMULATED = (2, 4, 8)  # Values of accumulate_grad_batches that are tried if a whole batch does not fit into memory.
@@ -85,6 +86,7 @@ def rank(job: Job) -> Ranking:
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
     notes += _reasons(same)
+    notes += _recomputation_note(job, (*same, *changing))
     for row in (*same, *changing):
         if shares := row.options.get("initial_shares") or row.options.get("shares"):
             unit = "microbatches" if isinstance(row, Hybrid) else "samples"
@@ -146,10 +148,28 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
                 if job.samples >= count * devices:
                     options = {"accumulate_grad_batches": count}
                     yield _priced(job, family, effect, job.equal(count), options=options, batches=count)
+            yield _recomputed(job)
     state = job.state_copies * job.profile.costs.parameter_bytes
     dealt = job.dealt(lambda counts: _priced(job, "ddp", effect, counts).step, state)
     if dealt != equal:
         yield _priced(job, "ddp_balanced", effect, dealt, options={"initial_shares": list(dealt)})
+
+
+def _recomputed(job: Job) -> Candidate:
+    """Return DDP with activations that are computed again in the backward, by the callback ActivationCheckpointing."""
+    return _priced(job, "ddp", Effect.NONE, job.equal(), options={RECOMPUTED: "except_last"}, recomputes=True)
+
+
+def _recomputation_note(job: Job, ranked: Sequence[Candidate]) -> list[str]:
+    """Return a note with the price of recomputation, unless the ranking has a row for it."""
+    if job.samples < job.cluster.devices or any(RECOMPUTED in row.options for row in ranked):
+        return []
+    plain, light = _priced(job, "ddp", Effect.NONE, job.equal()), _recomputed(job)
+    return [
+        f"with activations that are computed again (callback ActivationCheckpointing), ddp needs "
+        f"{format_bytes(light.memory)} instead of {format_bytes(plain.memory)} on a device, and "
+        f"{digits(light.step * 1e3, 4)} ms instead of {digits(plain.step * 1e3, 4)} ms"
+    ]
 
 
 def _priced(
@@ -160,6 +180,7 @@ def _priced(
     factor: float = 1.0,
     options: Mapping[str, Any] = MappingProxyType({}),
     batches: int = 1,
+    recomputes: bool = False,
 ) -> Candidate:
     """Return a candidate that is a variant of DDP.
 
@@ -173,10 +194,15 @@ def _priced(
         factor: Bytes of the compressed gradients divided by the bytes of the gradients; 1 without compression.
         options: Options of the candidate.
         batches: Number of batches whose gradients are accumulated for a step.
+        recomputes: Whether activations are computed again in the backward.
     """
     devices = job.cluster.devices
     costs, speed = job.slowest(counts)
     (stage,) = stage_costs(costs, ())
+    held = job.profile.at(max(counts)).kept_bytes
+    if recomputes:
+        stage = replace(stage, backward=stage.backward + choose_segments(costs).again)
+        held = choose_segments(job.profile.at(max(counts))).peak_bytes
     compute, backward = batches * stage.time / speed, stage.backward / speed
     reduction = all_reduce(job.cluster, 0, devices)
     parts = stage.buckets(BUCKET_BYTES, backward, FIRST_BUCKET_BYTES)
@@ -187,6 +213,6 @@ def _priced(
         effect=effect,
         step=step,
         sent_bytes=round(2 * (devices - 1) * stage.parameter_bytes * factor),
-        memory=job.state_copies * stage.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
+        memory=job.state_copies * stage.parameter_bytes + held,
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
