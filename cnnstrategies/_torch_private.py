@@ -12,10 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import _checkpoint_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+# Base class of the iterators of a DataLoader.
+LoaderIterator = _BaseDataLoaderIter
 
 # Base class of modes that intercept operations below autograd. Unlike a `TorchFunctionMode`, such a mode also
 # intercepts collectives.
@@ -131,6 +137,19 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def found_infinities(scaler: torch.amp.grad_scaler.GradScaler, optimizer: optimizer.Optimizer) -> dict[Any, Tensor]:
+    """Return the dictionary in which a gradient scaler keeps whether it has found gradients that are not finite.
+
+    ``GradScaler.unscale_`` writes the dictionary, and ``GradScaler.update`` reads it. Changes of the dictionary count,
+    so several processes can agree on the result. torch has no public function for this.
+
+    Returns:
+        By device: a scalar that is 0 if all gradients on the device are finite.
+    """
+    infinities: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    return infinities
 
 
 def is_in_backward() -> bool:
@@ -363,6 +382,11 @@ def reentrant_checkpoints() -> Iterator[None]:
 
 # Dictionaries of the hooks of a module that run when the module is called.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_checkpoint(context: saved_tensors_hooks) -> bool:
+    """Whether hooks of saved tensors are those of `torch.utils.checkpoint` without ``use_reentrant``."""
+    return isinstance(context, _checkpoint_hook)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -93,16 +93,21 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Se
     return tuple(_rounded(samples, [fixed.get(rank, number) for rank, number in enumerate(ideal)]))
 
 
-def check_count(shares: str | Sequence[float], ranks: int) -> None:
-    """Check that a list of shares has one share for each rank.
+def check_count(shares: str | Sequence[float], ranks: int, name: str = "shares") -> None:
+    """Check that a list has one number for each rank.
+
+    Args:
+        shares: The list, or a keyword, which is accepted.
+        ranks: Number of ranks.
+        name: Name of the option with the list.
 
     Raises:
         ConfigurationError: The length of the list is not the number of ranks.
     """
     if not isinstance(shares, str) and len(shares) != ranks:
         raise ConfigurationError(
-            f"shares={list(shares)} has length {len(shares)}, but there are {ranks} processes "
-            "(trainer.devices x trainer.num_nodes): give one number for each process, or leave shares out"
+            f"{name}={list(shares)} has length {len(shares)}, but there are {ranks} processes "
+            f"(trainer.devices x trainer.num_nodes): give one number for each process, or leave {name} out"
         )
 
 
@@ -189,7 +194,7 @@ def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -
 
 
 @lru_cache(maxsize=64)  # Several calls in each step have the same arguments.
-def _dealt(samples: int, shares: tuple[float, ...], least: int, most: float) -> tuple[int, ...]:
+def _dealt(samples: int, shares: tuple[float, ...], least: int, most: float | tuple[float, ...]) -> tuple[int, ...]:
     return deal(samples, shares, least, most)
 
 
@@ -201,7 +206,7 @@ class Deals:
     Args:
         shares: Share of each rank, from the first batch on.
         least: Smallest number of samples of a rank in a batch, if there are enough samples for all ranks.
-        most: Largest number of samples of a rank in a batch.
+        most: Largest number of samples of a rank in a batch: one number for all ranks, or a number for each rank.
         loads: Function that takes the shares of all ranks and returns the shares of the ranks that load samples. By
             default all ranks load samples.
     """
@@ -210,7 +215,7 @@ class Deals:
         self,
         shares: Sequence[float],
         least: int = 0,
-        most: float = inf,
+        most: float | tuple[float, ...] = inf,
         loads: Callable[[Sequence[float]], Sequence[float]] = tuple,
     ) -> None:
         self.least, self.most, self.loads = least, most, loads

@@ -1,11 +1,12 @@
 """Callback that computes activations again in the backward, so that training needs less memory."""
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import fx, nn
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import is_compiled_whole
@@ -14,8 +15,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.pipeline.rehearsal import REHEARSED, refusal, rehearse, rehearsed
-from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
+from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, seals, trace_open
 from cnnstrategies.planning.costs import GraphCosts, format_bytes
+from cnnstrategies.planning.measure_bytes import bytes_of
 from cnnstrategies.planning.measure_nodes import profile
 from cnnstrategies.planning.recompute import choose_segments
 from cnnstrategies.strategies.hybrid_pipeline.example_inputs import example_inputs, on_device_of
@@ -40,7 +42,7 @@ class ActivationCheckpointing(Callback):
 
     Args:
         cuts: Names of the modules after which the network is cut. By default the cuts are chosen at the start of
-            ``fit`` so that the fewest bytes of activations are in memory; two samples are enough to measure them.
+            ``fit`` so that the fewest bytes of activations are in memory.
         submodule: Path of the network, such as ``model.backbone``. By default the network is the submodule with all
             parameters, as under ``hybrid_pipeline``.
 
@@ -151,6 +153,14 @@ class ActivationCheckpointing(Callback):
                     "the activations are measured to choose the cuts, and the size of the images is not known: name "
                     "the cuts, set self.example_input_array in the module, or image_shape (C, H, W) in the data module"
                 )
-            self._costs = profile(traced, images, repeats=1)
+            self._costs = _costs(traced, images)
             cuts = choose_segments(self._costs).cuts
         return Division(network, cuts)
+
+
+def _costs(traced: fx.GraphModule, images: Any) -> GraphCosts:
+    """Return the bytes of a network's nodes, without computing if its code can run on the meta device."""
+    if not seals(traced):  # The code of these modules would run, and may have effects.
+        with contextlib.suppress(Exception):
+            return bytes_of(traced, images, MEASURED)
+    return profile(traced, images, repeats=1)

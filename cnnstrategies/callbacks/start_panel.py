@@ -16,6 +16,7 @@ from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.models.samples import samples_of
+from cnnstrategies.strategies.predicted_memory import predicted_peaks
 from cnnstrategies.strategies.protocol import facts_of
 
 PARTS = {
@@ -78,6 +79,7 @@ class StartPanel(Callback):
             training_batch(trainer, size) if training else evaluation_batch(trainer, size, first),
             *facts.panel_rows(size_of_share(trainer, size, first)),
             *rows_of_callbacks(trainer),
+            *(memory(trainer, size_of_share(trainer, size, first)) if training else []),
             ("parameters", parameters(trainer, whole_network(trainer, module, self._before))),
             ("precision", precision(trainer, module)),
         ]
@@ -240,6 +242,24 @@ def size_of_share(trainer: Trainer, size: int | None, loader: Any) -> int | None
 
 def _processes(trainer: Trainer, count: int) -> str:
     return "processes" if count == trainer.world_size else "loading processes"
+
+
+def memory(trainer: Trainer, size: int | None) -> list[Row]:
+    """Return the panel's row with the predicted peak memory of the fullest device, if it is known.
+
+    Args:
+        trainer: The trainer.
+        size: Number of samples in one process's batch, or None if it is not known.
+    """
+    peaks = predicted_peaks(trainer, size)
+    if not peaks:
+        return []
+    totals = [peak.total for peak in peaks]
+    fullest = peaks[totals.index(max(totals))]
+    least, most = f"{min(totals) / 1e6:,.0f}", f"{max(totals) / 1e6:,.0f}"
+    text = f"{most} MB" if least == most else f"{least} to {most} MB, the largest"
+    parts = ", ".join(f"{name} {bytes_ / 1e6:,.0f}" for name, bytes_ in fullest.parts().items() if bytes_ >= 5e5)
+    return [("memory", f"{text} at most, as predicted{f': {parts}' if parts else ''}")]
 
 
 def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:

@@ -7,13 +7,14 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import lightning
 import torch
 
+from cnnstrategies.cluster.devices import measured_devices
 from cnnstrategies.cluster.environment import DoctorPlace
 from cnnstrategies.cluster.hosts import meet, wait_for
 from cnnstrategies.cluster.probe import ProbedHost, measure
@@ -44,6 +45,7 @@ class HostReport:
         problems: Problems of this host with their remedies, one line each.
         interface: Name of the network interface for the traffic to the other hosts.
         address: IP address of this interface.
+        devices: A tuple for each device: name, bytes of memory, and measured convolutions per second.
         links: A tuple for each connection to another host: number of the other host, round-trip time in seconds, and
             bandwidth in bytes/s.
     """
@@ -53,6 +55,7 @@ class HostReport:
     problems: list[str]
     interface: str = ""
     address: str = ""
+    devices: list[tuple[str, int, float]] = field(default_factory=list)
     links: list[tuple[int, float, float]] = field(default_factory=list)
 
 
@@ -103,6 +106,7 @@ def examine_alone(driver: Path = DRIVER) -> HostReport:
             f"torch {torch.__version__} cannot use the {cards} GPU(s) of this host: run python -c 'import torch; "
             "torch.cuda.init()' to see the reason"
         )
+    report.devices = [astuple(device) for device in measured_devices()]
     return report
 
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from cnnstrategies.cluster.devices import MeasuredDevice, relative_speeds
 from cnnstrategies.cluster.doctor import HostReport, examine, examine_alone
 from cnnstrategies.cluster.environment import find_place
 from cnnstrategies.cluster.launchers import start_programs
 from cnnstrategies.commands.arguments.options import DoctorOptions
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.devices import described
 from cnnstrategies.quantities import seconds
 
 
@@ -35,7 +38,8 @@ def main(options: DoctorOptions) -> None:
     if hosts is None:
         return
     alone = len(hosts) == 1
-    for table in (versions_table,) if alone else (hosts_table, versions_table, links_table):
+    tables = (versions_table, devices_table) if alone else (hosts_table, versions_table, devices_table, links_table)
+    for table in tables:
         Console().print(table(hosts))
     problems = list(problems_of(hosts))
     for problem in problems:
@@ -47,6 +51,7 @@ def main(options: DoctorOptions) -> None:
         )
     elif not problems:
         print(f"No problems: all {len(hosts)} hosts have the same versions, reach each other and share {directory}")
+    print(f'To plan for these devices: cnnstrategies plan --config YOURS --have "{owned(hosts)}"')
     sys.exit(1 if problems else 0)
 
 
@@ -65,6 +70,22 @@ def versions_table(hosts: Sequence[HostReport]) -> Table:
         for version, on in names.items():
             table.add_row(program, version, "all" if len(names) == 1 else ", ".join(on))
     return table
+
+
+def devices_table(hosts: Sequence[HostReport]) -> Table:
+    """Return a table of the devices. Speeds are multiples of the speed of the first host's first device."""
+    table = Table("host", "device", "memory", "speed", title="Devices", title_justify="left")
+    (_, _, first), *_ = hosts[0].devices
+    for host in hosts:
+        for name, memory, rate in host.devices:
+            table.add_row(host.name, name, format_bytes(memory), f"{rate / first:.2f}")
+    return table
+
+
+def owned(hosts: Sequence[HostReport]) -> str:
+    """Return the devices of all hosts as a value of ``plan --have``."""
+    devices = [MeasuredDevice(*device) for host in hosts for device in host.devices]
+    return described(relative_speeds(devices))
 
 
 def links_table(hosts: Sequence[HostReport]) -> Table:

@@ -1,4 +1,8 @@
-"""BatchNorm's running statistics for a whole batch, from the means and variances of its microbatches."""
+"""BatchNorm's running statistics for a whole batch, from the means and variances of its microbatches.
+
+Each replica of a stage merges those of its own microbatches, and sends the other replicas one mean and one variance for
+each channel.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies._torch_private import add_all, copy_all, put_buffer
-from cnnstrategies.errors import ConfigurationError
+
+ENTRY_BYTES = 8  # Bytes of a mean, or of a variance, that replicas send each other: a number in float64.
 
 
 class StatisticsRecorder:
@@ -28,12 +33,15 @@ class StatisticsRecorder:
         places: For each call of the layer in a forward, two tensors (C,) that are reserved for this call. The kernel
             writes the mean and the variance into them.
         counts: For each call of the layer so far in the current forward, the number of values per channel.
+        has_more_calls: Whether a forward has called the layer more often than `calls` says, because a module that runs
+            as a whole calls the layer several times.
     """
 
     def __init__(self, name: str, layer: Any, calls: int) -> None:
         self.name, self.layer, self.calls = name, layer, calls
         self.places: list[tuple[Tensor, Tensor]] = []
         self.counts: list[int] = []
+        self.has_more_calls = False
         self._saved: tuple[Any, ...] | None = None
         layer.register_forward_pre_hook(self._before)
 
@@ -65,10 +73,8 @@ class StatisticsRecorder:
             return
         call = len(self.counts)
         if call == self.calls:
-            raise ConfigurationError(
-                f"{self.name} normalises several times in one call of the layer that contains it, and only this layer "
-                "as a whole is known: use a BatchNorm layer of its own for each call"
-            )
+            self.has_more_calls = True  # What the layer records now is not used.
+            return
         self.counts.append(inputs[0].numel() // self.layer.num_features)
         if self.calls > 1:
             self._put(call)
@@ -86,20 +92,19 @@ class StatisticsRecorder:
 
 
 class StatisticsTable:
-    """A table of the means and unbiased variances that BatchNorm layers have computed in a step.
+    """A table of the means and unbiased variances that BatchNorm layers have computed on one replica in a step.
 
-    At the end of the step, :meth:`update` computes the layers' running statistics from the table. The table has an
-    entry for each microbatch and each call of a layer. The channels of all layers are concatenated, so that a single
-    computation on the device updates all layers, and the CPU does not have to read values from the device. For each
-    entry, the table also holds the number of values per channel, which is 0 if the call was not made.
+    At the end of the step, :meth:`send` merges the rows of the table into one row, which the other replicas get, and
+    :meth:`update` computes the layers' running statistics from the rows of all replicas. The table has a row for each
+    microbatch of this replica, with an entry for each call of a layer. The channels of all layers are concatenated, so
+    that a single computation on the device updates all layers, and the CPU does not have to read values from the
+    device. For each entry, the table also holds the number of values per channel, which is 0 if the call was not made.
 
     Args:
         records: Recorders of the layers in training mode.
-        microbatches: Number of microbatches over all replicas, including empty microbatches.
     """
 
-    def __init__(self, records: Sequence[StatisticsRecorder], microbatches: int) -> None:
-        self.microbatches = microbatches
+    def __init__(self, records: Sequence[StatisticsRecorder]) -> None:
         self._records = records
         self._layers = [record.layer for record in records]
         self._calls = max(record.calls for record in records)
@@ -109,7 +114,7 @@ class StatisticsTable:
         # Means and variances of the current microbatch (calls, 2, channels). The layers write into views of this
         # tensor.
         self._current = like.new_zeros(self._calls, 2, sum(self._widths))
-        self._recorded = like.new_zeros(microbatches, *self._current.shape)
+        self._rows: list[Tensor] = []  # Tensors for the microbatches, which all steps use.
         stop = 0
         for record, width in zip(records, self._widths, strict=True):
             columns = slice(stop, stop := stop + width)
@@ -119,47 +124,72 @@ class StatisticsTable:
         self.clear()
 
     def clear(self) -> None:
-        """Set all entries of the table to zero, before a new step."""
-        self._recorded.zero_()
-        self._counts: list[tuple[tuple[int, ...], ...]] = [
-            ((0,) * len(self._layers),) * self._calls for _ in range(self.microbatches)
-        ]
+        """Remove all rows of the table, before a new step."""
+        # For each microbatch, call and layer, the number of values per channel.
+        self._counts: list[tuple[tuple[int, ...], ...]] = []
+        self._merged: Tensor | None = None
+        self._all_merged: Tensor | None = None
+        self._work: dist.Work | None = None
 
-    def record(self, microbatch: int) -> None:
+    def record(self) -> None:
         """Copy a microbatch's means, variances and numbers of values into the table.
 
         Call this directly after the microbatch's forward, because the next forward overwrites these values.
         """
-        self._recorded[microbatch].copy_(self._current)
-        self._counts[microbatch] = tuple(
-            tuple(record.counts[call] if call < len(record.counts) else 0 for record in self._records)
-            for call in range(self._calls)
+        if len(self._rows) == len(self._counts):
+            self._rows.append(torch.empty_like(self._current))
+        self._rows[len(self._counts)].copy_(self._current)
+        self._counts.append(
+            tuple(
+                tuple(record.counts[call] if call < len(record.counts) else 0 for record in self._records)
+                for call in range(self._calls)
+            )
         )
 
-    def update(self, group: dist.ProcessGroup | None) -> None:
-        """Update the layers' running statistics with the means and variances of the whole batch.
-
-        If a forward calls a layer several times, there is an update for each call, in the order of the calls.
+    def send(self, group: dist.ProcessGroup | None) -> None:
+        """Merge this replica's rows, and begin to send the result to the other replicas. Do nothing the second time.
 
         Args:
             group: Group of the stage's replicas, which must all call this; None if the stage has one replica.
         """
-        recorded = self._recorded.double()  # Shape: (microbatches, calls, 2, channels).
-        counts = numbers_on(tuple(self._counts), recorded.device)  # Shape: (microbatches, calls, layers).
+        if self._merged is not None:
+            return
+        self._merged = self._all_merged = self._merge()
         if group is not None:
-            joined = torch.cat([counts.flatten(), recorded.flatten()])
-            dist.all_reduce(joined, group=group)
-            counts = joined[: counts.numel()].view_as(counts)
-            recorded = joined[counts.numel() :].view_as(recorded)
+            self._all_merged = self._merged.new_empty(group.size() * len(self._merged))
+            self._work = dist.all_gather_into_tensor(self._all_merged, self._merged, group=group, async_op=True)
+
+    def _merge(self) -> Tensor:
+        """Return the numbers of values, means and variances of all rows together, as one flat tensor."""
+        if not self._counts:
+            entries = self._calls * (len(self._layers) + 2 * sum(self._widths))
+            return torch.zeros(entries, dtype=torch.float64, device=self._current.device)
+        counts = numbers_on(tuple(self._counts), self._current.device)  # Shape: (microbatches, calls, layers).
+        recorded = torch.stack(self._rows[: len(self._counts)]).double()
+        return torch.cat([counts.sum(0).flatten(), _union(counts[..., self._layer_of], recorded).flatten()])
+
+    def update(self) -> None:
+        """Update the layers' running statistics with the means and variances of the whole batch, after :meth:`send`.
+
+        If a forward calls a layer several times, there is an update for each call, in the order of the calls.
+        """
+        assert self._merged is not None
+        assert self._all_merged is not None
+        if self._work is not None:
+            self._work.wait()
+        rows, entries = self._all_merged.view(-1, len(self._merged)), self._calls * len(self._layers)
+        counts = rows[:, :entries].reshape(len(rows), self._calls, len(self._layers))
+        merged = rows[:, entries:].reshape(len(rows), *self._current.shape)
         buffers = [*(layer.running_mean for layer in self._layers), *(layer.running_var for layer in self._layers)]
         running = torch.cat(buffers).view(2, -1).double()
         updates = torch.zeros_like(counts[0, 0], dtype=torch.int64)
-        for batch, reached in zip(_union(counts[..., self._layer_of], recorded), counts.sum(0) > 0, strict=True):
+        for batch, reached in zip(_union(counts[..., self._layer_of], merged), counts.sum(0) > 0, strict=True):
             updates = updates + reached
             weight = self._weight(updates) * reached
             running = running.lerp(batch, weight[self._layer_of].expand_as(batch))
         copy_all(buffers, [part for row in running.to(buffers[0].dtype) for part in row.split(self._widths)])
         add_all([layer.num_batches_tracked for layer in self._layers], updates.unbind())
+        self.clear()
 
     def _weight(self, updates: Tensor) -> Tensor:
         """Return, for each layer, the factor by which the batch's mean and variance enter the running statistics.
@@ -189,7 +219,7 @@ def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
 
 
 def _union(counts: Tensor, statistics: Tensor) -> Tensor:
-    """Combine the means and variances of M microbatches into the mean and the variance of the whole batch.
+    """Combine the means and variances of M microbatches, or of M replicas, into the mean and the variance of all.
 
     Args:
         counts: Number of values in each microbatch (M, K, W), for K calls and W channels.

@@ -1,9 +1,10 @@
 """Keep buffers equal on all replicas of a stage: the running statistics of BatchNorm, and other buffers."""
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_statistics import StatisticsRecorder, StatisticsTable
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# Layers that a module which runs as a whole calls several times. Their statistics cannot be combined.
+_left: "WeakSet[nn.Module]" = WeakSet()
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -21,8 +24,10 @@ def is_batch_norm(module: nn.Module) -> bool:
 
     A class of the user's own may compute its statistics in another way, for example for each half of a batch.
     """
-    return isinstance(module, BATCH_NORMS) and (
-        type(module).forward is nn.BatchNorm2d.forward or _records_mean(type(module), module)
+    return (
+        isinstance(module, BATCH_NORMS)
+        and module not in _left
+        and (type(module).forward is nn.BatchNorm2d.forward or _records_mean(type(module), module))
     )
 
 
@@ -72,11 +77,11 @@ class StageBuffers:
     """The buffers of a stage, which are kept equal on all replicas of the stage.
 
     BatchNorm layers normalise each microbatch separately, as in GPipe. During a step, the mean and variance of each
-    microbatch are recorded. At the end of the step the replicas combine the recorded values into the mean and the
-    unbiased variance of the whole batch, and each replica updates the running statistics once with this mean and
-    variance. The running statistics are then the same as after one forward with the whole batch, so the layer's
-    momentum has the same effect with any number of microbatches. (torchgpipe calls this method deferred batch
-    normalization.)
+    microbatch are recorded. After its forwards each replica merges those of its own microbatches, and sends the result
+    to the other replicas, if possible while its last backward runs. At the end of the step each replica has the mean
+    and the unbiased variance of the whole batch, and updates the running statistics once with them. The running
+    statistics are then the same as after one forward with the whole batch, so the layer's momentum has the same effect
+    with any number of microbatches. (torchgpipe calls this method deferred batch normalization.)
 
     Other buffers, such as the vectors of a spectral norm, are copied from the first replica to the other replicas after
     each step, as under DDP. The first step of each form shows which buffers change. Other buffers are not copied.
@@ -125,35 +130,50 @@ class StageBuffers:
         self._changing: dict[Hashable, list[str]] = {}  # By form: buffers that changed in the first step.
         self._before: list[tuple[int, int]] = []
 
-    def begin(self, microbatches: int, form: Hashable = None) -> None:
+    def begin(self, form: Hashable = None) -> None:
         """Begin a step: from now on, record the means and variances that BatchNorm layers in training mode compute.
 
         Call :meth:`finish` or :meth:`abandon` at the end of the step.
 
         Args:
-            microbatches: Number of microbatches over all replicas, including empty microbatches.
             form: Form of the batch. Steps of one form, such as all steps in training, change the same buffers.
         """
         self._form = form
         training = [record for record in self._records if record.layer.training]
         if not training:
             self._table = None
-        elif self._table is None or self._training != training or self._table.microbatches != microbatches:
-            self._table = StatisticsTable(training, microbatches)
+        elif self._table is None or self._training != training:
+            self._table = StatisticsTable(training)
         self._training = training
         if self._table is not None:
             self._table.clear()
         for record in training:
             record.begin()
-        if self.group is not None:
+        if self.group is not None and self.copies_others:
             self._before = self._states()
 
+    @property
+    def called_often(self) -> list[str]:
+        """Names of the BatchNorm layers that a forward has called more often than the graph of the stage shows."""
+        return [record.name for record in self._records if record.has_more_calls]
+
+    def leave(self, names: Iterable[str]) -> None:
+        """From now on, let BatchNorm layers change their own statistics, as other layers change buffers.
+
+        Args:
+            names: Names of layers, also of other stages. All ranks must call this with the same names.
+        """
+        self.abandon()
+        for record in [record for record in self._records if record.name in names]:
+            self._records.remove(record)
+            record.layer.register_forward_hook(_note_writes)
+        self._training, self._table = [], None
+
     @contextmanager
-    def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
+    def microbatch(self, again: bool = False) -> Iterator[None]:
         """Record the mean and variance of a microbatch in each BatchNorm layer. The forward runs inside this context.
 
         Args:
-            microbatch: The microbatch.
             again: Whether the forward recomputes activations. If so, nothing is recorded, because the values of the
                 microbatch's first forward were already recorded.
         """
@@ -161,7 +181,7 @@ class StageBuffers:
             record.counts.clear()
         yield
         if self._table is not None and not again:
-            self._table.record(microbatch)
+            self._table.record()
 
     @property
     def recorders(self) -> Sequence["StatisticsRecorder"]:
@@ -189,14 +209,27 @@ class StageBuffers:
                 recorder.restore()
 
     @torch.no_grad()
+    def send(self) -> None:
+        """Begin to send the other replicas the mean and variance of this replica's microbatches.
+
+        All replicas must call this after their last forward, or call :meth:`finish`. No replica may begin other
+        collectives of the group between its last forward and this call.
+        """
+        if self._table is not None:
+            self._table.send(self.group)
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Update the running statistics with the whole batch, and copy other buffers from the first replica to all.
 
         All replicas of the stage must call this at the end of a step.
         """
+        self.send()
         self.abandon()
+        if names := self.called_often:
+            raise ConfigurationError(f"{calls_several_times(names)}: use a BatchNorm layer of its own for each call")
         if self._table is not None:
-            self._table.update(self.group)
+            self._table.update()
         if self.group is not None and self._others and self.copies_others:
             self._copy_others()
 
@@ -236,6 +269,31 @@ class StageBuffers:
         A buffer has changed if its id or its number of writes has changed. Autograd counts the writes.
         """
         return [(id(buffer), writes(buffer)) for buffer in map(self._module.get_buffer, self._others)]
+
+
+def calls_several_times(names: Sequence[str]) -> str:
+    """Return the reason why BatchNorm layers need the whole batch."""
+    return ", ".join(names) + _SEVERAL_TIMES
+
+
+def leave_statistics(network: nn.Module, reason: str) -> list[str]:
+    """Leave the statistics of BatchNorm layers to the layers, if a result of `calls_several_times` names the layers.
+
+    Args:
+        network: The network.
+        reason: Why the network runs batches as one microbatch.
+
+    Returns:
+        The names.
+    """
+    if not reason.endswith(_SEVERAL_TIMES):
+        return []
+    names = reason.removesuffix(_SEVERAL_TIMES).split(", ")
+    _left.update(map(network.get_submodule, names))
+    return names
+
+
+_SEVERAL_TIMES = " normalises several times in one call of the module that contains it"
 
 
 @torch.no_grad()

@@ -104,19 +104,22 @@ class Step:
         tasks = [task for task in pipeline.tasks if self.batch.split.sizes[task.microbatch]]
         self._last = max((task.microbatch for task in tasks), default=None)
         pipeline.reducer.begin()
-        pipeline.buffers.begin(self.batch.split.microbatches)
+        pipeline.buffers.begin()
 
         def run(task: Task) -> None:
             if task.kind == "forward":
                 self._forward(task.microbatch)
                 return
-            if task.microbatch == self._last and not more and self.overlaps(task.microbatch):
-                pipeline.reducer.overlap()
+            if task.microbatch == self._last and self.overlaps(task.microbatch):
+                pipeline.buffers.send()
+                if not more:
+                    pipeline.reducer.overlap()
             self._backward(task.microbatch)
 
         try:
             self._run(tasks, run)
             with self.timed("reduce", None), pipeline.transport.collective("summing the gradients of the stage"):
+                pipeline.buffers.send()
                 gradients = pipeline.reducer.finish(keep=more)
                 pipeline.buffers.finish()
         except BaseException:
@@ -176,7 +179,7 @@ class Step:
         with (
             torch.set_grad_enabled(tracked),
             torch.autocast(pipeline.device.type, dtype, enabled=enabled, cache_enabled=tracked),
-            pipeline.buffers.microbatch(microbatch),
+            pipeline.buffers.microbatch(),
             self.timed("forward", microbatch),
         ):
             result = pipeline.module(*arguments)
@@ -219,7 +222,7 @@ class Step:
         assert held.random is not None
         present = RandomState(self.pipeline.device)
         held.random.restore()
-        with self.pipeline.buffers.microbatch(microbatch, again=True):
+        with self.pipeline.buffers.microbatch(again=True):
             result = self.pipeline.module(*held.arguments)
             if self.pipeline.last:
                 held.roots[None] = _edges([self.part_of_loss(result, microbatch)])
@@ -243,19 +246,10 @@ class Step:
     def overlaps(self, microbatch: int) -> bool:
         """Whether the replicas of the stage may sum their gradients while their last backward passes run.
 
-        This is possible if all replicas run their last backward pass at about the same time. Otherwise an early replica
-        could wait in its last backward for a late replica that has not begun its last backward. The late replica may in
-        turn need a message that the early replica sends only after its last backward, and both would wait forever.
-
         Args:
             microbatch: The microbatch of this rank's last backward.
         """
-        placement, stage = self.pipeline.placement, self.pipeline.place.stage
-        runs, sizes = placement.runs[stage], self.batch.split.sizes
-        later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # No other replica may have two backward passes left. Such a replica takes part in the sum only in its second
-        # pass, so this rank would have to wait for it.
-        return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
+        return self.pipeline.placement.end_together(self.pipeline.place.stage, self.batch.split.sizes, microbatch)
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
         """Return a microbatch's part of the global batch's loss, multiplied by the scale.

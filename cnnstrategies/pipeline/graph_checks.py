@@ -71,10 +71,11 @@ class Decided:
     Attributes:
         numbers: The numbers, in the order in which the forward needs them.
         shapes: For each input of the network, the shape of one sample. The numbers are valid only for these shapes.
+            None if the numbers are keys of dictionaries.
     """
 
     numbers: tuple[Any, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] | None
 
 
 class UndecidedError(Exception):
@@ -98,8 +99,29 @@ class UndecidedError(Exception):
 known: "WeakKeyDictionary[nn.Module, dict[bool, Decided]]" = WeakKeyDictionary()
 
 
+def keys_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of a dictionary that a network takes. A node of a graph calls this function."""
+    return tuple(batch)
+
+
+def with_keys(batch: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
+    """Check the keys of a dictionary that a network takes, and return the dictionary. A node of a graph calls this.
+
+    Raises:
+        ConfigurationError: The dictionary does not have the keys for which the network was traced.
+    """
+    if tuple(batch) != tuple(keys):
+        raise ConfigurationError(
+            f"a batch with the keys {list(batch)}: {name}.forward copies the whole batch, and the network was cut into "
+            f"stages for the keys {list(keys)}; use batches with the same keys, or name the keys in the forward"
+        )
+    return batch
+
+
 def is_of_shapes(node: fx.Node) -> bool:
     """Whether a node's value depends only on shapes, dtypes and devices of tensors, and not on their elements."""
+    if node.target is keys_of:
+        return True
     if node.op == "call_method" and node.target in SHAPE_METHODS:
         return True
     if node.op == "call_function" and node.target is getattr:
@@ -192,11 +214,15 @@ def sample_shapes(images: Any) -> tuple[tuple[int, ...], ...]:
 def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
     """Insert a check into a graph. The check refuses images of shapes for which the graph was not traced.
 
+    Without numbers that follow from shapes there is nothing to check.
+
     Args:
         graph: The graph.
         decided: Numbers in the graph, with the shapes for which they are valid.
         name: Name of the network's class, for the error message.
     """
+    if decided.shapes is None:
+        return
     placeholder = next(node for node in graph.nodes if node.op == "placeholder")
     with graph.inserting_after(placeholder):
         checked = graph.call_function(of_shapes, (placeholder, decided.shapes, name))

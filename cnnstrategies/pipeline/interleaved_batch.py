@@ -72,6 +72,9 @@ class InterleavedBatch(WholeBatch):
             self.started[microbatch] = gradients
             if self.terms is not None:
                 self.terms.undo()
+        runner = self._runner
+        if microbatch == self.microbatches[-1] and runner.placement.end_together(runner.stage, self.sizes, microbatch):
+            runner.buffers.send()
         self._backward(microbatch, gradients, keep=False, of_stored=None)
 
     def multiplied(self, factor: float | Tensor, keep: bool) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -132,5 +135,4 @@ class InterleavedBatch(WholeBatch):
 class RepeatedBatch(WholeBatch):
     """A call that repeats another call, and does not count for running statistics."""
 
-    def _finish_buffers(self) -> None:
-        self._runner.buffers.abandon()
+    updates_buffers = False

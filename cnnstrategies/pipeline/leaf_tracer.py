@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
-from cnnstrategies._torch_private import applied_functions, has_hooks, with_functions
+from cnnstrategies._torch_private import applied_functions, has_hooks, is_checkpoint, with_functions
 from cnnstrategies.codec import with_fields
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes
+from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes, keys_of, with_keys
 from cnnstrategies.pipeline.own_code import OwnCode
 from cnnstrategies.pipeline.untouched import random_states, restore_random
 from cnnstrategies.pipeline.whole_modules import (
@@ -29,6 +29,7 @@ from cnnstrategies.pipeline.whole_modules import (
     drawn_from,
     draws,
     first_line,
+    warn_of_checkpoint,
     where,
 )
 
@@ -187,6 +188,16 @@ class LeafTracer(fx.Tracer):
             self._tensor_proxies[name] = self.create_proxy("get_attr", name, (), {})
         return self._tensor_proxies[name]
 
+    def keys(self, obj: fx.Proxy) -> Any:
+        """Return the keys of a dictionary that the network takes, for code such as ``{**batch}``.
+
+        The method raises the same errors as :meth:`number`.
+        """
+        keys = self.number(self.create_proxy("call_function", keys_of, (obj,), {}))
+        # From now on, the proxy stands for a dictionary whose keys are checked in each step.
+        obj.node = self.create_node("call_function", with_keys, (obj.node, keys, type(self.root).__name__), {})
+        return iter(keys)
+
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return the value of a condition on which the network's code branches, such as the condition of an ``if``.
 
@@ -270,7 +281,9 @@ class LeafTracer(fx.Tracer):
         """Make nodes of the contexts that the network's own forward enters. Raise an error for other contexts.
 
         A comparison of modes, as in :meth:`create_node`, cannot detect ``autocast(enabled=False)`` outside of autocast.
-        ``torch.utils.checkpoint`` uses hooks of saved tensors. A submodule that enters a context runs as a whole.
+        ``torch.utils.checkpoint`` uses hooks of saved tensors. A submodule that enters a context runs as a whole. What
+        the network's own forward calls by ``torch.utils.checkpoint(..., use_reentrant=False)`` is traced as if it were
+        called without it.
 
         Raises:
             EntersContextError: A submodule enters autocast, or a module enters hooks of saved tensors.
@@ -288,6 +301,9 @@ class LeafTracer(fx.Tracer):
         def enter(kind: Any, context: Any) -> Any:
             if threading.get_ident() != thread:
                 return originals[kind][0](context)
+            if kind is saved_tensors_hooks and not self.module_stack and is_checkpoint(context):
+                warn_of_checkpoint()
+                return context
             if kind is saved_tensors_hooks or (kind is torch.autocast and self.module_stack):
                 raise EntersContextError(self._current(), names[kind])
             if not self.module_stack:
@@ -298,6 +314,8 @@ class LeafTracer(fx.Tracer):
             return result
 
         def leave(kind: Any, context: Any, *error: Any) -> Any:
+            if threading.get_ident() == thread and kind is saved_tensors_hooks:
+                return None  # The only hooks that were not refused are those of a checkpoint, which were not entered.
             result = originals[kind][1](context, *error)
             if threading.get_ident() == thread and not self.module_stack and self.own_code.left(context):
                 self._contexts = contexts()

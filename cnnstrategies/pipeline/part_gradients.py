@@ -47,6 +47,8 @@ def gradients_of(
 ) -> list[Tensor | None]:
     """Return the gradient of each input, from the gradients of results; None if there is no gradient.
 
+    Gradients are dense, also those of ``nn.Embedding(sparse=True)``, because they are summed over replicas.
+
     Args:
         roots: Results of a microbatch's forward.
         starts: The gradient of each result; None if the loss does not depend on the result.
@@ -64,7 +66,8 @@ def gradients_of(
         with reentrant_checkpoints():
             computed = torch.autograd.grad(ends, chosen, begins, retain_graph=keep, allow_unused=True)
         for index, gradient in zip(wanted, computed, strict=True):
-            gradients[index] = gradient
+            is_sparse = gradient is not None and gradient.layout is not torch.strided
+            gradients[index] = gradient.to_dense() if is_sparse else gradient
     return gradients
 
 

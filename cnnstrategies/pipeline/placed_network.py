@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.batch_rows import BatchRows
+from cnnstrategies.pipeline.buffers import leave_statistics
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
@@ -15,7 +16,7 @@ from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forwar
 from cnnstrategies.pipeline.placed_call import PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
-from cnnstrategies.pipeline.storing_code import has_users_hook
+from cnnstrategies.pipeline.storing_code import forget_verdicts, has_users_hook
 from cnnstrategies.pipeline.term_reports import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.timetable import Checkpointing
 from cnnstrategies.pipeline.transport import Transport
@@ -189,11 +190,18 @@ class PlacedNetwork:
                 if error.is_once:
                     return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
                 self._whole.add(form)
+                self._leave_statistics(error.reason)
                 self.one_microbatch = (
                     f"{error.reason}, so the network runs batches as one microbatch, and only one of its "
                     f"{self.division.stages} stages computes at a time"
                 )
         return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
+
+    def _leave_statistics(self, reason: str) -> None:
+        """Run BatchNorm layers that are called several times as other layers, if this is the reason to do so."""
+        if names := leave_statistics(self.division.network, reason):
+            self.runner.buffers.leave(names)
+            forget_verdicts()
 
     def __call__(self, images: Any) -> Any:
         """Return the network's result for a batch. All ranks must call this.

@@ -173,7 +173,7 @@ class StageRunner:
             return self.division.run(self.stage, *inputs)
 
         def run_again(*inputs: Any) -> Any:
-            with self.buffers.microbatch(0, again=True):
+            with self.buffers.microbatch(again=True):
                 return run(*inputs)
 
         network = self.division.network

@@ -44,6 +44,11 @@ _MODULES = ("torch.nn.modules.", "torchvision.ops.")  # Prefixes of modules whos
 _verdicts: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
 
 
+def forget_verdicts() -> None:
+    """Look at the code of all modules again, because what is known of a layer has changed."""
+    _verdicts.clear()
+
+
 def may_store(module: nn.Module) -> bool:
     """Whether a module's own forward, or a hook of the module, may store something. Submodules are not considered."""
     if "forward" in vars(module) or has_users_hook(module):

@@ -184,6 +184,24 @@ class Placement:
         place = self.place(rank)
         return [microbatch for microbatch, replica in enumerate(self.runs[place.stage]) if replica == place.replica]
 
+    def end_together(self, stage: int, sizes: Sequence[int], microbatch: int) -> bool:
+        """Whether the replicas of a stage may begin collectives in their last backward passes.
+
+        This is possible if all replicas run their last backward pass at about the same time. Otherwise an early replica
+        could wait in its last backward for a late replica that has not begun its last backward. The late replica may in
+        turn need a message that the early replica sends only after its last backward, and both would wait forever.
+
+        Args:
+            stage: The stage.
+            sizes: Number of samples of each microbatch.
+            microbatch: The microbatch of a replica's last backward.
+        """
+        runs = self.runs[stage][microbatch + 1 :]
+        later = [replica for replica, size in zip(runs, sizes[microbatch + 1 :], strict=True) if size]
+        # No other replica may have two backward passes left. Such a replica takes part in the sum only in its second
+        # pass, so this rank would have to wait for it.
+        return len(set(later)) == len(later) and not any(sizes[microbatch + self.replicas[stage] :])
+
     def describe(self, rank: int) -> str:
         """Return a text that names a rank with its stage and replica, for error messages."""
         return self._descriptions[rank]

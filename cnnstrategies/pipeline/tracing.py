@@ -170,7 +170,9 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
             with mode(network, training):
                 numbers.append(number(network, undecided, images))
         if numbers:
-            known.setdefault(network, {})[training] = Decided(tuple(numbers), sample_shapes(images))
+            are_keys = all(isinstance(known_number, tuple) for known_number in numbers)
+            shapes = None if are_keys else sample_shapes(images)
+            known.setdefault(network, {})[training] = Decided(tuple(numbers), shapes)
     return True
 
 

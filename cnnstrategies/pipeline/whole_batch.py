@@ -13,6 +13,7 @@ from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.backward_draws import BackwardDraws
 from cnnstrategies.pipeline.batch_rows import BatchRows
+from cnnstrategies.pipeline.buffers import calls_several_times
 from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, multiply_gradients, without_gradients
 from cnnstrategies.pipeline.random_draws import Draws
@@ -48,6 +49,8 @@ class WholeBatch:
 
     # Whether backwards run between forwards. If not, the receivers of activations do not wait for gradients from here.
     interleaves = False
+    # Whether the call counts for running statistics.
+    updates_buffers = True
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class WholeBatch:
         self._kept: dict[int, KeptInputs] = {}
         self._is_done = False
         self.started: dict[int, Sequence[Tensor | None]] = {}
-        runner.buffers.begin(len(self.sizes), form)
+        runner.buffers.begin(form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
             self.terms = runner.terms.begin(self.rows, needs_gradient, runner.transport.device, form)
@@ -93,6 +96,10 @@ class WholeBatch:
             self._second = SecondForwards(runner, self.draws, self.terms, self._autocast, form)
         try:
             self._run_forwards()
+            if names := runner.buffers.called_often:
+                self._need_whole(calls_several_times(names))
+            if self.updates_buffers:
+                runner.buffers.send()
             if self.terms is not None:
                 self.terms.finish()
             self._finish_buffers()
@@ -199,6 +206,9 @@ class WholeBatch:
 
     def _finish_buffers(self) -> None:
         runner = self._runner
+        if not self.updates_buffers:
+            runner.buffers.abandon()
+            return
         with runner.times.timed("reduce"), runner.transport.collective("combining the buffers of the stage"):
             runner.buffers.finish()
 
@@ -333,7 +343,7 @@ class WholeBatch:
                 images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
             timed = runner.times.timed("forward", microbatch, "forward" if self._needs_gradient else None)
-            with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
+            with timed, runner.buffers.microbatch(), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
                 result = self._run_stage(microbatch, arguments)

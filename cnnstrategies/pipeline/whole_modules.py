@@ -2,6 +2,7 @@
 
 import linecache
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,15 @@ def cannot_trace(place: str, reason: str) -> ConfigurationError:
         "tensors: under strategy hybrid_pipeline, move this code into a submodule, which then runs as a whole, or name "
         "a submodule without such code by the option submodule (such as model.backbone for a detector); otherwise "
         "rewrite this code, or use strategy ddp"
+    )
+
+
+def warn_of_checkpoint() -> None:
+    """Warn that a checkpoint saves no memory."""
+    warnings.warn(
+        "the network's own forward calls torch.utils.checkpoint, which saves no memory in a pipeline, because a cut "
+        "may pass through the call: set the strategy's activation_checkpointing, or call it in a submodule",
+        stacklevel=2,
     )
 
 

@@ -81,6 +81,8 @@ class HiddenGradients:
     def __init__(self, places: Places, optimizer: Optimizer) -> None:
         with places.local():
             self.hides = steps_separately(optimizer)
+        # Only classes of users read the loss, such as an optimizer whose rate depends on it.
+        self._may_read = self.hides and not is_elementwise(type(optimizer))
         self._places = places
         self._state = PlacedState(places, self.hides)
         self._is_hiding = False
@@ -113,11 +115,13 @@ class HiddenGradients:
         return (args[0], *map(wrapped, args[1:])), {name: wrapped(argument) for name, argument in kwargs.items()}
 
     def _shown(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a closure that finds all gradients and follows the rules."""
+        """Return a closure that finds all gradients and follows the rules. All ranks get a loss that may be read."""
 
         def shown(*args: Any, **kwargs: Any) -> Any:
             self._show(optimizer)
             result = closure(*args, **kwargs)
+            if self._may_read and isinstance(result, Tensor):
+                result = self._places.everywhere(result.detach(), "the loss")
             self._hide(optimizer)
             return result
 
@@ -134,10 +138,7 @@ class HiddenGradients:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         place_of = self._places.place_of
         with self._places.local():
-            is_misplaced = any(
-                parameter.grad is not None and place_of(parameter.grad) != place_of(parameter)
-                for parameter in parameters
-            )
+            is_misplaced = any(map(self._places.is_misplaced, parameters))
         if is_misplaced:
             self._places.settle_gradients(parameters)
         if not self.hides:
@@ -161,7 +162,7 @@ class HiddenGradients:
         for parameter, place, label in self._stepped:
             # Some optimizers replace the storage, by an assignment to `data` or `grad`.
             self._places.mark(parameter, place, label)
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 self._places.mark(parameter.grad, place)
             self._state.mark(optimizer.state.get(parameter), place, label)
         for foreign, gradient in self._hidden:

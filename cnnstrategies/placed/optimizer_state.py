@@ -71,8 +71,13 @@ class PlacedState:
 
     def _given(self, value: Any, place: tuple[int, ...], label: str) -> Any:
         def given(leaf: Any) -> Any:
-            is_placed = isinstance(leaf, Tensor) and (self._is_own or leaf.dim() > 0)
-            return self._places.give(leaf, place, label) if is_placed else leaf
+            if not isinstance(leaf, Tensor) or not (self._is_own or leaf.dim() > 0):
+                return leaf
+            if self._places.place_of(leaf) == place:
+                # From a copy of a state, in which only some ranks have a name for the tensor.
+                self._places.set_place(leaf, place, label)
+                return leaf
+            return self._places.give(leaf, place, label)
 
         return tree_map(given, value)
 

@@ -59,12 +59,14 @@ class Places:
         messages: Messages to and from other ranks.
         devices: See above.
         sums: Sums over the ranks of a place that have not been computed yet.
+        readers: By the names of tensors that are observed, the ranks to which operations have brought these tensors.
         has_partial: Whether this rank has created a `PartialTensor`. Otherwise operations need not look for them.
     """
 
     def __init__(self, rank: int, world_size: int, link: MessageLink, devices: DeviceLink | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         self.has_partial = False
+        self.readers: dict[str, set[int]] = {}
         self.messages = Messages(rank, world_size, link)
         self.sums = DeferredSums(self)
         self.devices = devices
@@ -258,6 +260,8 @@ class Places:
             place = self.place_of(tensor)
             if place is not None and not is_at(place, ranks):
                 elsewhere.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
+                if (label := self.label_of(tensor)) in self.readers:
+                    self.readers[label].update(ranks)
         brought: dict[int, Tensor] = {}
         for place in sorted(elsewhere):
             moved = list(elsewhere[place].values())
@@ -337,6 +341,13 @@ class Places:
             parts = self.exchange(rows.detach().cpu(), tensor.place, subject)
             return self.mark(joined_rows(tensor, parts, tensor.counts), tensor.place, tensor.label)
 
+    def is_misplaced(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a gradient at another place. Sparse gradients, which all ranks have, do not count."""
+        gradient = tensor.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return False
+        return self.place_of(gradient) != self.place_of(tensor)
+
     def settle_gradients(self, tensors: Iterable[Tensor]) -> None:
         """Bring gradients to the places of their tensors, in one message for each pair of places.
 
@@ -345,7 +356,7 @@ class Places:
         why = "gradients"
         misplaced: dict[Place, list[Tensor]] = {}
         for tensor in tensors:
-            if tensor.grad is not None and self.place_of(tensor.grad) != self.place_of(tensor):
+            if self.is_misplaced(tensor):
                 misplaced.setdefault(self.place_of(tensor), []).append(tensor)
         for place in sorted(misplaced, key=lambda place: place or ()):
             gradients = [tensor.grad for tensor in misplaced[place] if tensor.grad is not None]

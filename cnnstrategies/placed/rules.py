@@ -30,6 +30,8 @@ class Rule(Enum):
     RESHAPES = "members run the operation; on other ranks the foreign operand gets the new shape and strides"
     ROWS = "the operation runs for each index of its lists at the place of the tensors with this index"
     COLLECTIVE = "the group has one process, and the members copy the operands to the results"
+    PACKED = "as COMPUTED, and all ranks compute the second result, which torch's layers read from memory"
+    EVERYWHERE = "all ranks get the operands and run the operation, because all ranks have sparse tensors"
     FINITE = "as ROWS, and all ranks learn whether any rank's gradients have an element that is not finite"
 
 
@@ -41,6 +43,12 @@ NAMES: Mapping[str, Rule] = {
     "aten::_sample_dirichlet": Rule.DRAWS_BY_VALUE,
     "aten::_amp_foreach_non_finite_check_and_unscale_": Rule.FINITE,
     "torchvision::nms": Rule.SHAPES,
+    "aten::_pack_padded_sequence": Rule.PACKED,
+    "aten::_embedding_bag": Rule.SHAPES,  # torch computes other shapes for tensors without values.
+    "aten::_sparse_coo_tensor_with_dims_and_tensors": Rule.EVERYWHERE,
+    "aten::_to_sparse": Rule.EVERYWHERE,
+    "aten::sparse_mask": Rule.EVERYWHERE,
+    "aten::_embedding_bag_backward": Rule.EVERYWHERE,
 }
 PREFIXES: Mapping[str, Rule] = {
     "c10d::": Rule.COLLECTIVE,
@@ -65,11 +73,16 @@ def _has_no_output_size(args: Any, kwargs: Any) -> bool:
     return kwargs.get("output_size") is None
 
 
-# Operations whose shapes depend on values for some arguments only. Without these conditions, each use would need a
-# message.
+def _gives_sparse_gradient(args: Any, kwargs: Any) -> bool:
+    return bool(args[9])
+
+
+# Operations whose shapes depend on values, or whose results are sparse, for some arguments only. Without these
+# conditions, each use would need a message.
 CONDITIONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "aten::index": _indexes_by_mask,
     "aten::repeat_interleave": _has_no_output_size,
+    "aten::_embedding_bag_backward": _gives_sparse_gradient,
 }
 
 

@@ -80,13 +80,15 @@ class OperationRunner:
             with self.places.operations_again():
                 return func.decompose(*args, **kwargs)
         rule = operation.rule_for(args, kwargs)
+        if rule is Rule.PACKED:
+            return self._pack_sequences(func, *args)
         if rule in (Rule.ROWS, Rule.FINITE):
             return run_rows(self, func, operation, args, kwargs)
         if operation.name == "equal" and args[0].shape != args[1].shape:
             return False
         written = operation.written_values(args, kwargs) + operation.hidden_values(args, kwargs)
         written = list(tensors_in(written, {}))
-        place = self.place_for(operation, operands, written)
+        place = None if rule is Rule.EVERYWHERE else self.place_for(operation, operands, written)
         if place is None:
             copies = self.places.all_everywhere(operands, operation.name)
             args, kwargs = with_tensors(lambda tensor: copies.get(id(tensor), tensor), args, kwargs)
@@ -192,6 +194,16 @@ class OperationRunner:
                 )
                 # This changes the tensor's metadata in place. Functions of torch's C++ code hold the tensor as well.
                 tensor.data = reshaped
+
+    def _pack_sequences(self, func: Any, data: Tensor, lengths: Tensor, *options: Any) -> Any:
+        """Pack sequences. All ranks get the numbers of sequences, which torch's layers read from memory."""
+        lengths = self.places.everywhere(lengths, "lengths")
+        place = self.places.place_of(data)
+        if place is None or self.places.rank in place:
+            packed, counts = func(data, lengths, *options)
+            return packed if place is None else self.places.mark(packed, place), counts
+        packed, counts = func(torch.empty_strided(data.shape, data.stride(), dtype=data.dtype), lengths, *options)
+        return self.places.foreign_like(packed, place, device=data.device), counts
 
     def _source_at(self, args: Any, place: tuple[int, ...]) -> Any:
         """Return arguments of ``set_`` whose source is at the place of the tensor that will share its storage."""

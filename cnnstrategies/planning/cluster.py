@@ -3,9 +3,10 @@
 import difflib
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ import yaml
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.devices import EXAMPLE, Device, read_devices
 from cnnstrategies.quantities import size_in_bytes
 
 # Default rate in bytes per second at which a parameter server adds up and applies gradients. A CPU core from about 2020
@@ -37,6 +39,7 @@ class Host:
         speed: Speed of a device, as a multiple of the speed of the device on which the profile was measured.
         memory: Bytes of memory of each device; None if unlimited.
         price: Price of the whole machine for an hour, in any currency.
+        unequal: The devices, if their speeds or memories differ. ``speed`` and ``memory`` then have no meaning.
     """
 
     devices: int
@@ -45,6 +48,12 @@ class Host:
     speed: float = 1.0
     memory: int | None = None
     price: float = 0.0
+    unequal: tuple[Device, ...] = ()
+
+    @property
+    def each(self) -> tuple[Device, ...]:
+        """The devices of the machine, in order."""
+        return self.unequal or (Device(self.speed, self.memory),) * self.devices
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,23 @@ class Cluster:
         """Return a cluster in which each machine has one device, and in which all connections are equal."""
         return Cluster((Host(1, link, link),) * devices)
 
+    @staticmethod
+    def connected(devices: Sequence[Device], link: Link, machines: int = 1) -> "Cluster":
+        """Return a cluster of the given devices, in which all connections are equal.
+
+        Args:
+            devices: The devices, in the order of their numbers.
+            link: Connection between any two devices.
+            machines: Number of machines, which have equal numbers of devices. It must divide the number of devices.
+        """
+        each = len(devices) // machines
+        return Cluster(
+            tuple(
+                Host(each, link, link, unequal=tuple(devices[first : first + each]))
+                for first in range(0, len(devices), each)
+            )
+        )
+
     @cached_property
     def devices(self) -> int:
         """Number of devices of all machines together."""
@@ -79,12 +105,12 @@ class Cluster:
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         """Speed of each device, as a multiple of the speed of the device on which the profile was measured."""
-        return tuple(self.hosts[host].speed for host in self.host_of)
+        return tuple(device.speed for host in self.hosts for device in host.each)
 
     @cached_property
-    def memory(self) -> int | None:
-        """Bytes of memory of the device with the least memory. None if no machine has a limit."""
-        return min((host.memory for host in self.hosts if host.memory is not None), default=None)
+    def memories(self) -> tuple[float, ...]:
+        """Bytes of memory of each device, infinite if unlimited."""
+        return tuple(inf if device.memory is None else device.memory for host in self.hosts for device in host.each)
 
     def link(self, device: int, peer: int) -> Link:
         """Return the connection between two devices."""
@@ -182,7 +208,7 @@ def _nodes(where: str, content: Any) -> list[Host]:
 def _hosts(where: str, content: Any) -> list[Host]:
     known: dict[str, Read] = {
         "count": _count,
-        "devices": _count,
+        "devices": _devices,
         "speed": _number(above=0.0),
         "memory": _size,
         "price": _number(least=0.0),
@@ -193,6 +219,13 @@ def _hosts(where: str, content: Any) -> list[Host]:
         if (new := renamed(HOST, name)) is not None:
             _refuse(where, is_now(name, new))
     settings = {"devices": 1, **_mapping(where, content, known)}
+    if isinstance(settings["devices"], tuple):
+        for name in settings.keys() & {"speed", "memory"}:
+            _refuse(
+                where,
+                f"{name}: devices already gives each device its {name}; leave {name} out, or make devices a number",
+            )
+        settings |= {"unequal": settings["devices"], "devices": len(settings["devices"])}
     if "interconnect" not in settings and "inside" not in settings:
         _refuse(
             where, "`interconnect` is missing; give the connection between the machines, such as `{gbit: 10, us: 50}`"
@@ -248,6 +281,15 @@ def _number(least: float = float("-inf"), above: float = float("-inf"), most: fl
 def _count(where: str, value: Any) -> int:
     if type(value) is not int or value < 1:
         _refuse(where, f"{value!r} is not accepted; it must be a whole number of at least 1")
+    return value
+
+
+def _devices(where: str, value: Any) -> int | tuple[Device, ...]:
+    """Return a number of equal devices, or the devices that a text such as ``1x24GiB@1.0, 2x8GiB@0.4`` describes."""
+    if isinstance(value, str):
+        return read_devices(value, where.removesuffix(": "))
+    if type(value) is not int or value < 1:
+        _refuse(where, f"{value!r} is not accepted; it must be a whole number of at least 1, or a text as {EXAMPLE!r}")
     return value
 
 

@@ -1,6 +1,7 @@
 """Costs of a network's nodes and of the connections between devices, which the planner uses for all predictions."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,14 @@ class NodeCost:
         parameter_bytes: Bytes of the node's parameters.
         saved_bytes: Bytes of the tensors that the node makes and that autograd saves for the backward of this node or
             of a later node.
+        frozen_bytes: Bytes of those of the node's parameters that are not trained.
+        buffer_bytes: Bytes of the node's buffers.
+        forward_bytes: Largest number of bytes that the forward holds at once in new tensors, with its results and what
+            autograd saves, and in inputs that autograd does not keep; 0 if not measured.
+        backward_bytes: Largest number of bytes that the backward holds at once in new tensors, such as the gradients of
+            the node's inputs and parameters; 0 if not measured.
+        statistics_bytes: Bytes of the means and variances of batch normalisation that a replica of a pipeline's stage
+            sends to each other replica of the stage in a step, whatever the number of microbatches.
     """
 
     name: str
@@ -24,6 +33,29 @@ class NodeCost:
     backward: float
     parameter_bytes: int = 0
     saved_bytes: int = 0
+    frozen_bytes: int = 0
+    buffer_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    statistics_bytes: int = 0
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the parameters that are trained, and so of their gradients."""
+        return self.parameter_bytes - self.frozen_bytes
+
+    def scaled(self, factor: float) -> "NodeCost":
+        """Return the node with the bytes of a batch that is larger by a factor.
+
+        In the backward, the gradients of parameters do not depend on the batch.
+        """
+        own = min(self.trained_bytes, self.backward_bytes)
+        return replace(
+            self,
+            saved_bytes=round(self.saved_bytes * factor),
+            forward_bytes=round(self.forward_bytes * factor),
+            backward_bytes=own + round((self.backward_bytes - own) * factor),
+        )
 
 
 @dataclass(frozen=True)
@@ -76,6 +108,15 @@ class Link:
             return 0.0
         return 2 * (members - 1) * (2 * self.work + self.latency + size / members / self.bandwidth)
 
+    def all_gather_time(self, size: float, members: int) -> float:
+        """Return the seconds until each of ``members`` devices has the ``size`` bytes of each other device.
+
+        The ring takes n - 1 steps. In each step every member sends and receives ``size`` bytes.
+        """
+        if members < 2 or not size:
+            return 0.0
+        return (members - 1) * (2 * self.work + self.latency + size / self.bandwidth)
+
 
 @dataclass(frozen=True)
 class GraphCosts:
@@ -90,6 +131,7 @@ class GraphCosts:
             is the mean, for example 2.5.
         input_bytes: Bytes of the network's inputs.
         output_bytes: Bytes of the network's result; 0 if not known.
+        framework_bytes: Bytes that libraries have taken from the device's allocator for themselves.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -98,6 +140,7 @@ class GraphCosts:
     microbatch_size: float
     input_bytes: int
     output_bytes: int = 0
+    framework_bytes: int = 0
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
@@ -129,6 +172,18 @@ class GraphCosts:
     def parameter_bytes(self) -> int:
         """Bytes of all parameters of the network."""
         return sum(node.parameter_bytes for node in self.nodes)
+
+    @cached_property
+    def flowing_gradient_bytes(self) -> tuple[int, ...]:
+        """For each node, bytes of the values' gradients that exist when the node's backward begins.
+
+        These are the gradients of the node's own results, and of earlier results that a later node uses as well.
+        """
+        change = [0] * (len(self.nodes) + 1)
+        for value in self.values:
+            change[value.producer] += value.gradient_bytes
+            change[max(value.consumers)] -= value.gradient_bytes
+        return tuple(itertools.accumulate(change[:-1]))
 
     def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return, for each node, the sum of ``sizes`` over the values that cross a cut directly before the node.
@@ -179,10 +234,9 @@ def _scaled(profile: Profile, samples: float) -> GraphCosts:
     fixed = profile.fixed or ((0.0, 0.0),) * len(costs.nodes)
     nodes = tuple(
         replace(
-            node,
+            node.scaled(factor),
             forward=forward + (node.forward - forward) * factor,
             backward=backward + (node.backward - backward) * factor,
-            saved_bytes=round(node.saved_bytes * factor),
         )
         for node, (forward, backward) in zip(costs.nodes, fixed, strict=True)
     )
@@ -191,7 +245,7 @@ def _scaled(profile: Profile, samples: float) -> GraphCosts:
         for value in costs.values
     )
     sizes = round(costs.input_bytes * factor), round(costs.output_bytes * factor)
-    return GraphCosts(nodes, values, costs.cut_positions, samples, *sizes)
+    return GraphCosts(nodes, values, costs.cut_positions, samples, *sizes, costs.framework_bytes)
 
 
 def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Profile:
@@ -205,6 +259,8 @@ def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Pr
         small: Costs for the small batch.
         batch_norm: Whether the network has BatchNorm.
     """
+    # Libraries take their memory once, in the first measurement.
+    large = replace(large, framework_bytes=max(large.framework_bytes, small.framework_bytes))
     ratio = small.microbatch_size / large.microbatch_size
     if ratio == 1:
         return Profile(large, batch_norm=batch_norm)

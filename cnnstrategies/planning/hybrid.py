@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from cnnstrategies.pipeline.timetable import Layout
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Checkpointing, Effect, Job
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Checkpointing, DeviceLoad, Effect, Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import sent_in_a_step
 
 # A search for the best layout takes long, so layouts are searched for only `SEARCHES` different numbers of
 # microbatches. For other numbers of microbatches, only the layouts that these searches found are compared.
 SEARCHES = 2
+MOST_MICROBATCHES = 1024  # Largest number of microbatches that is tried if nothing fits into memory.
 SHOWN = 64  # Largest number of devices for which a plan shows a pipeline even if data parallelism is faster.
 SMALLEST_SHARE = 8  # If only one batch size was measured, microbatches have at least 1/8 of this batch's samples.
 
@@ -34,10 +36,16 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
     The most promising numbers of microbatches come first. The ideal step time assumes that all devices are always busy.
     A number of microbatches is skipped if its ideal step time is more than 3 % longer than the step time of the best
     candidate so far.
+
+    If no candidate fits into memory with these numbers, more microbatches are tried, because a device then holds fewer
+    samples at once. If no candidate fits at all, the candidate that exceeds the memory least is yielded.
     """
-    best = float("inf")
+    best, closest, least_excess = inf, None, inf
     known: dict[Checkpointing, list[Layout]] = {checkpointing: [] for checkpointing in job.checkpointings}
-    for microbatches in _microbatches(job):
+    usual = _microbatches(job)
+    for microbatches in (*usual, *_more_microbatches(job, max(usual))):
+        if best < inf and microbatches not in usual:
+            return
         costs = job.profile.at(job.samples / microbatches)
         # The ideal step time: all devices compute all the time. No layout has a shorter step time.
         least = microbatches * costs.time / sum(job.cluster.speeds)
@@ -47,7 +55,7 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
             fixed = replace(job, microbatches=microbatches, activation_checkpointing=checkpointing)
             predictor = Predictor(fixed)
             layout = predictor.fixed_layout() or _best(predictor, known[checkpointing])
-            if layout is not None and predictor.time(layout) < float("inf"):
+            if layout is not None and not predictor.problem.excess(layout):
                 break
         if layout is not None and len(layout.replicas) == 1 and job.stages is None and job.cluster.devices <= SHOWN:
             # A layout with one stage is data parallelism. The best layout with two stages replaces it, so that the plan
@@ -57,8 +65,14 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
         if layout is None or len(layout.replicas) == 1:
             continue
         candidate = _candidate(predictor, layout, microbatches)
-        best = min(best, candidate.step)
-        yield candidate
+        excess = job.excess(candidate.memories)
+        if not excess:
+            best = min(best, candidate.step)
+            yield candidate
+        elif excess < least_excess:
+            closest, least_excess = candidate, excess
+    if best == inf and closest is not None:
+        yield closest
 
 
 def _microbatches(job: Job) -> list[int]:
@@ -77,48 +91,81 @@ def _microbatches(job: Job) -> list[int]:
     return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, job.samples)]
 
 
+def _more_microbatches(job: Job, most: int) -> Iterator[int]:
+    """Yield larger numbers of microbatches than ``most``, up to one sample in a microbatch or `MOST_MICROBATCHES`.
+
+    If the job sets the number, or if memory is not limited, yield nothing.
+    """
+    while job.microbatches is None and job.is_limited and 2 * most <= min(job.samples, MOST_MICROBATCHES):
+        most *= 2
+        yield most
+
+
 def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
-    """Return the best layout for the predictor's number of microbatches. Return None if no layout fits into memory.
+    """Return the best layout for the predictor's number of microbatches.
+
+    If no layout fits into memory, return the layout that exceeds the memory least. Return None if no layout is
+    possible.
 
     The first `SEARCHES` calls search among all layouts, and add their results to ``known``. Later calls choose among
-    the layouts in ``known``, which is faster. They only search if none of these layouts is possible.
+    the layouts in ``known``, which is faster. They only search if none of these layouts is possible and fits.
     """
     fitting = [
         candidate
         for candidate in known
-        if len(candidate.replicas) > 1 and max(candidate.replicas) <= predictor.problem.microbatches
+        if len(candidate.replicas) > 1
+        and max(candidate.replicas) <= predictor.problem.microbatches
+        and not predictor.problem.excess(candidate)
     ]
-    if len(known) < SEARCHES or not fitting:
-        layout = predictor.search()
-        known += [layout] if layout is not None else []
-    else:
-        layout = min(fitting, key=predictor.time)
-    return layout if layout is not None and predictor.time(layout) < float("inf") else None
+    if len(known) >= SEARCHES and fitting:
+        return min(fitting, key=predictor.time)
+    layout = predictor.search()
+    known += [layout] if layout is not None else []
+    return layout
 
 
 def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybrid:
-    job, step, shares = predictor.job, predictor.time(layout), list(predictor.problem.shares(layout.replicas))
-    share_options = {"shares": shares} if job.shares else {"shares": "auto", "initial_shares": shares}
+    job, problem, step = predictor.job, predictor.problem, predictor.time(layout)
+    loads = tuple(_loads(predictor, layout))
+    shares = list(problem.shares(layout))
+    # With `shares: auto`, a training may give a device more microbatches than fit into its memory.
+    is_full = any(load.peak.total + load.unit_memory > limit for load, limit in zip(loads, job.limits, strict=False))
+    share_options = {"shares": shares} if job.shares or is_full else {"shares": "auto", "initial_shares": shares}
     return Hybrid(
         family="hybrid",
         options={"replicas": list(layout.replicas), "microbatches": microbatches} | (share_options if shares else {}),
         effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
         step=step,
         sent_bytes=sent_in_a_step(predictor.costs, layout, microbatches),
-        memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),
+        loads=loads,
         bottleneck=_bottleneck(predictor, layout, step),
         layout=layout,
         predictor=predictor,
     )
 
 
+def _loads(predictor: Predictor, layout: Layout) -> Iterator[DeviceLoad]:
+    """Yield the work and memory of each device."""
+    problem = predictor.problem
+    run_ahead = not problem.excess(layout) and predictor.runs_ahead(layout)
+    for section in problem.sections(layout):
+        speeds = predictor.job.cluster.speeds[section.first :]
+        time = problem.time(section.start, section.end)
+        for count, held, speed in zip(
+            problem.dealt(section), problem.flights(section, run_ahead), speeds, strict=False
+        ):
+            peak = problem.peak(section, count, held)
+            more = problem.peak(section, count + 1, held + 1).total - peak.total
+            yield DeviceLoad(peak, more, count, count * time / speed)
+
+
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
     """Return what limits a step most: ``compute``, ``fill`` (filling and draining the pipeline), or the network."""
     problem = predictor.problem
-    work, first = 0.0, 0
-    for start, end, count in problem.stages(layout):
-        rounds, speed = problem.work(first, count)
-        work, first = max(work, rounds * problem.time(start, end) / speed), first + count
+    work = 0.0
+    for section in problem.sections(layout):
+        rounds, speed = problem.work(section)
+        work = max(work, rounds * problem.time(section.start, section.end) / speed)
     if step < 1.5 * work:
         return "compute"
     fill = problem.time(0, len(problem.costs.nodes)) / max(problem.cluster.speeds)

@@ -1,4 +1,4 @@
-"""Measure the costs of a network in the precision of training, and the size of an optimizer's state."""
+"""Measure the costs of a network in the precision of training, and the memory of an optimizer."""
 
 import contextlib
 import gc
@@ -14,13 +14,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.planning.costs import Profile, from_two_sizes
+from cnnstrategies.planning.held_bytes import HeldBytes
 from cnnstrategies.planning.measure_nodes import profile
+from cnnstrategies.planning.memory import NO_UPDATE, Update
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # The second measured batch is smaller than the first by this factor, so that most microbatches have a size between the
 # two measured sizes.
 SMALLER = 4
 BUDGET = 6.0  # Seconds that the measurement of the large batch may take. If it would take longer, the batch is smaller.
+SMALL_PARAMETERS = 10  # Number of parameters with which the memory of an update is measured.
 USUAL_STATES = 2  # Size of Adam's state as a multiple of the parameters' size.
 
 
@@ -85,12 +88,9 @@ def states_of(optimizer: Optimizer) -> int:
     To measure the size, a new optimizer with the same class and options makes one step on a small parameter.
     If this fails, return 2, the value for Adam.
     """
-    parameter = torch.nn.Parameter(torch.zeros(8, 8))
-    parameter.grad = torch.ones_like(parameter)
+    parameter = _small_parameter(CPU)
     try:
-        accepted = inspect.signature(type(optimizer)).parameters
-        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-        small_optimizer = type(optimizer)([parameter], **options)
+        small_optimizer = _like(optimizer, [parameter])
         small_optimizer.step()
         held = [
             value
@@ -100,3 +100,42 @@ def states_of(optimizer: Optimizer) -> int:
     except Exception:
         return USUAL_STATES
     return math.ceil(sum(value.numel() for value in held) / parameter.numel())
+
+
+def update_of(optimizer: Optimizer, device: torch.device) -> Update:
+    """Return the memory that an optimizer's step needs besides the optimizer's state.
+
+    To measure it, a new optimizer with the same class and options makes two steps on small parameters. On a GPU torch's
+    optimizers update all parameters together, and on a CPU one parameter after the other. If this fails, assume that
+    the step needs nothing.
+
+    Args:
+        optimizer: The optimizer.
+        device: Device of the training.
+    """
+    parameters = [_small_parameter(device) for _ in range(SMALL_PARAMETERS)]
+    try:
+        small_optimizer = _like(optimizer, parameters)
+        small_optimizer.step()
+        with HeldBytes() as held:
+            small_optimizer.step()
+    except Exception:
+        return NO_UPDATE
+    copies = held.most / parameters[0].nbytes
+    # An update of all parameters together needs temporary tensors for at least half of them.
+    if copies >= SMALL_PARAMETERS / 2:
+        return Update(of_all=copies / SMALL_PARAMETERS)
+    return Update(of_largest=round(copies))
+
+
+def _small_parameter(device: torch.device) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(64, 64, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
+
+
+def _like(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Optimizer:
+    """Return a new optimizer of the same class and with the same options, for other parameters."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    return type(optimizer)(parameters, **options)

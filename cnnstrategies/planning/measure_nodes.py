@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cnnstrategies.pipeline.batch_statistics import ENTRY_BYTES
+from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.graph_checks import preserved
 from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.pipeline.node_uses import changed_in_place, ordered_nodes, origins, state_names
 from cnnstrategies.pipeline.own_code import contexts_left, enter_context, exit_context
 from cnnstrategies.pipeline.tracing import cut_positions, mode
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
+from cnnstrategies.planning.held_bytes import allocated, counted
 
 # Seconds of a node's forward and backward from which one run suffices. What the first run does besides, such as
 # compiling a kernel, is small beside a longer time.
@@ -53,7 +56,7 @@ def profile(
     Args:
         traced: The traced network.
         microbatch: Input (n, C, H, W) on the network's device; several inputs if the network takes several.
-        repeats: Largest number of measurements of a short node.
+        repeats: Largest number of measurements of a short node after the first; 0 if the times do not matter.
         apart_on: Device to which each node is moved if the whole network does not fit into the device's memory; None
             if the network fits.
 
@@ -61,12 +64,28 @@ def profile(
         The costs of all nodes for the microbatch.
     """
     order = ordered_nodes(traced)
+    place = apart_on or tree_leaves(microbatch)[0].device
+    before = allocated(place)
     with preserved(traced), mode(traced, training=True), _preserved_generator(apart_on), contexts_left():
         walk = _Walk(traced, order, microbatch, repeats, apart_on)
         walk.run()
+    # What is left belongs to libraries, such as the workspace of cuBLAS.
+    framework_bytes = max(0, allocated(place) - before)
     position = {node: index for index, node in enumerate(order)}
-    owned = _parameter_bytes(traced, order)
-    nodes = tuple(NodeCost(node.name, *walk.times[node], owned[node], walk.saved_bytes[node]) for node in order)
+    parameters, frozen, buffers = _state_bytes(traced, order)
+    nodes = tuple(
+        NodeCost(
+            node.name,
+            *walk.times[node],
+            parameters[node],
+            walk.saved_bytes[node],
+            frozen[node],
+            buffers[node],
+            *walk.work_bytes[node],
+            _statistics_bytes(traced, node),
+        )
+        for node in order
+    )
     values = []
     input_bytes = sum(tensor.nbytes for tensor in tree_leaves(microbatch))
     for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
@@ -83,7 +102,7 @@ def profile(
     (end_node,) = (node for node in traced.graph.nodes if node.op == "output")
     output_bytes = sum(walk.sizes[node][0] for node in end_node.all_input_nodes if node in walk.sizes)
     size, cuts = len(tree_leaves(microbatch)[0]), tuple(cut_positions(traced))
-    return GraphCosts(nodes, tuple(values), cuts, size, input_bytes, output_bytes)
+    return GraphCosts(nodes, tuple(values), cuts, size, input_bytes, output_bytes, framework_bytes)
 
 
 class _Walk:
@@ -93,6 +112,7 @@ class _Walk:
         times: Seconds of each node.
         saved_bytes: Bytes of the tensors that each node makes and that autograd saves for this node or a later node.
         sizes: For each node, the bytes of all its outputs, and the bytes of the outputs that require a gradient.
+        work_bytes: For each node, `forward_bytes` and `backward_bytes`, see :class:`.NodeCost`.
     """
 
     def __init__(
@@ -120,6 +140,7 @@ class _Walk:
         self.times: dict[fx.Node, Times] = {}
         self.saved_bytes: dict[fx.Node, int] = dict.fromkeys(order, 0)
         self.sizes: dict[fx.Node, tuple[int, int]] = {}
+        self.work_bytes: dict[fx.Node, tuple[int, int]] = dict.fromkeys(order, (0, 0))
 
     def run(self) -> None:
         """Measure all nodes in order."""
@@ -157,15 +178,19 @@ class _Walk:
         is_changed = changed_in_place(self._traced, node) is not None
         with self._module_on(node), self._gradients_of([node]):
             inputs = {source: self._received(source, is_changed) for source in node.all_input_nodes}
-            results: list[Any] = []  # The result of the first run, in which the saved tensors are recorded.
+            results: list[Any] = []  # The result of the first run, whose memory is recorded.
+            in_forward, in_backward = counted(self._device), counted(self._device)
 
             def once() -> Times:
                 fresh = {source: self._again(inputs[source], source, is_changed) for source in inputs}
-                with nullcontext() if results else _recording(saved):
+                if results:
                     forward, result = timed(partial(self._call, node, fresh), self._device)
-                if not results:
-                    results.append(result)
-                return forward, self._backward(_differentiable(result))
+                    return forward, self._backward(_differentiable(result))
+                with _recording(saved), in_forward:
+                    forward, result = timed(partial(self._call, node, fresh), self._device)
+                results.append(result)
+                with in_backward:
+                    return forward, self._backward(_differentiable(result))
 
             self.times[node] = _shortest(once, self._repeats)
             state = {_address(tensor) for tensor in self._state_of(node, inputs)}
@@ -179,6 +204,11 @@ class _Walk:
         self.sizes[node] = (sum(tensor.nbytes for tensor in tensors), sum(root.nbytes for root in roots))
         for producer, size in self._storages.saved(node, saved, state, aliases):
             self.saved_bytes[producer] += size
+        # The gradients of the results are those from which the backward starts.
+        self.work_bytes[node] = (
+            in_forward.most + self._storages.not_saved(kept for source in inputs for kept in self._of(source)),
+            max(0, in_backward.most - self.sizes[node][1]),
+        )
         if self._users[node]:
             place = None if self._apart_on is None else CPU
             self._results[node] = tree_map(partial(_leaf, device=place), result)
@@ -187,9 +217,13 @@ class _Walk:
         gradients = sum(p.nbytes for p in self._state_of(node, inputs) if isinstance(p, nn.Parameter))
         return self.sizes[node][0] + sum(saved.values()) + gradients
 
+    def _of(self, source: fx.Node) -> list[Tensor]:
+        """Return the tensors of a kept result."""
+        return _tensors(self._results[source])
+
     def _finish(self, nodes: Sequence[fx.Node]) -> None:
         """Scale the times of short nodes to the time in which they run together, and release what they used."""
-        if len(nodes) > 1:
+        if len(nodes) > 1 and self._repeats:
             inside = set(nodes)
             changed = {
                 origin for node in nodes for origin in origins(self._traced, changed_in_place(self._traced, node))
@@ -349,6 +383,11 @@ class _Storages:
                 self._counted.add(_address(copy))
         self._kept.update(_address(copy) for copy in kept)
 
+    def not_saved(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of the storages that autograd has not saved so far."""
+        sizes = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(size for address, size in sizes.items() if not self._is_counted(address))
+
     def _is_counted(self, address: int) -> bool:
         return address in self._permanent or address in self._counted
 
@@ -434,26 +473,41 @@ def _preserved_generator(device: torch.device | None) -> AbstractContextManager[
     return torch.random.fork_rng([device], device_type=device.type)
 
 
-def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Return the number of bytes of each node's parameters.
+def _state_bytes(
+    traced: fx.GraphModule, order: Sequence[fx.Node]
+) -> tuple[dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, int]]:
+    """Return the bytes of each node's parameters, of the parameters that are not trained, and of its buffers.
 
-    If several nodes share a parameter, the parameter counts only for the first of these nodes.
+    If several nodes share a tensor, the tensor counts only for the first of these nodes.
     """
-    parameters = dict(traced.named_parameters(remove_duplicate=False))
-    seen: set[nn.Parameter] = set()
-    owned: dict[fx.Node, int] = {}
+    tensors: dict[str, Tensor] = dict(traced.named_parameters(remove_duplicate=False))
+    tensors |= dict(traced.named_buffers(remove_duplicate=False))
+    seen: set[int] = set()
+    sums: tuple[dict[fx.Node, int], ...] = ({}, {}, {})
     for node in order:
-        new = {parameters[name] for name in state_names(traced, node) if name in parameters} - seen
-        seen |= new
-        owned[node] = sum(parameter.nbytes for parameter in new)
-    return owned
+        new = {id(tensors[name]): tensors[name] for name in state_names(traced, node) if name in tensors}
+        parameters = [t for key, t in new.items() if key not in seen and isinstance(t, nn.Parameter)]
+        sums[0][node] = sum(tensor.nbytes for tensor in parameters)
+        sums[1][node] = sum(tensor.nbytes for tensor in parameters if not tensor.requires_grad)
+        sums[2][node] = sum(t.nbytes for key, t in new.items() if key not in seen and not isinstance(t, nn.Parameter))
+        seen |= new.keys()
+    return sums[0], sums[1], sums[2]
+
+
+def _statistics_bytes(traced: fx.GraphModule, node: fx.Node) -> int:
+    """Return the bytes of the means and variances that a node's BatchNorm layers record in training."""
+    if node.op != "call_module":
+        return 0
+    layers: list[Any] = [*filter(is_batch_norm, traced.get_submodule(str(node.target)).modules())]
+    return sum(2 * ENTRY_BYTES * int(layer.num_features) for layer in layers if layer.track_running_stats)
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of a tensor's storage, or of the object if the storage has no address."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or id(storage)
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)

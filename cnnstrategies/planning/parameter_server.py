@@ -12,7 +12,8 @@ from typing import Any
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
-from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments
+from cnnstrategies.planning.memory import NO_STATE, PeakMemory, replica_peak
+from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments, recomputed_peak
 
 PART = 2**22  # Largest size of a message in bytes. The values of a larger layer are sent in several messages.
 STALENESS = 2  # Staleness in the mode ssp. The recipe `parameter_server_ssp` has the same value.
@@ -52,10 +53,10 @@ class ParameterServer:
         # With ssp, no worker can be far ahead of the slowest worker, so in the long run all workers are as slow as the
         # slowest worker.
         bounded = max(free, mean.time / min(job.cluster.speeds))
-        dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
+        dealt = job.dealt(lambda counts: self._synchronous(counts)[0], self._peak)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
             ("parameter_server", {}, equal, *self._synchronous(equal)),
-            ("parameter_server", {"shares": "auto", "initial_shares": list(dealt)}, dealt, *self._synchronous(dealt)),
+            ("parameter_server", self._shares(dealt), dealt, *self._synchronous(dealt)),
             ("parameter_server_async", {}, equal, free, waits),
             ("parameter_server_ssp", {"staleness": STALENESS}, equal, bounded, waits),
         ]
@@ -67,18 +68,28 @@ class ParameterServer:
                 effect=Effect.LEARNING if learns else Effect.ROUNDING,
                 step=step,
                 sent_bytes=round(2 * self.workers * mean.parameter_bytes * self.leaving),
-                memory=2 * mean.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
+                loads=job.loads(counts, self._peak),
                 bottleneck=bottleneck,
             )
             yield row
-            if job.memory is not None and row.memory > job.memory:
-                segments = choose_segments(job.profile.at(max(counts)))
+            if job.excess(row.memories):
                 yield replace(
                     row,
                     options={**options, RECOMPUTED: "except_last"},
                     step=step + choose_segments(job.slowest(counts)[0]).again / job.slowest(counts)[1],
-                    memory=2 * mean.parameter_bytes + segments.peak_bytes,
+                    loads=job.loads(counts, lambda count: recomputed_peak(job.profile.at(count), NO_STATE)),
                 )
+
+    def _peak(self, count: int) -> PeakMemory:
+        """Return the peak memory of a worker from its number of samples."""
+        return replica_peak(self.job.profile.at(count), NO_STATE)
+
+    def _shares(self, counts: Sequence[int]) -> dict[str, Any]:
+        """Return the options for shares. They are fixed if a device's memory has no room for one more sample."""
+        most = self.job.most_samples(self._peak)
+        if any(count + 1 > fitting for count, fitting in zip(counts, most, strict=True)):
+            return {"shares": list(counts)}
+        return {"shares": "auto", "initial_shares": list(counts)}
 
     def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
         """Return the seconds of a synchronous step, and the bottleneck.

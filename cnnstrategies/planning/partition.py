@@ -306,7 +306,7 @@ def _with_split_stage(layout: Layout, problem: Problem) -> Iterator[Layout]:
     For each stage, up to seven positions of the new cut are tried. For each position, several divisions of the stage's
     replicas among the two new stages are tried.
     """
-    for stage, (start, end, count) in enumerate(problem.stages(layout)):
+    for stage, (start, end, _, count, _) in enumerate(problem.sections(layout)):
         places = [cut for cut in problem.costs.cut_positions if start < cut < end]
         for cut in places[len(places) // 8 :: max(1, len(places) // 4)]:
             for first in range(1, count, 1 + count // SMALL):

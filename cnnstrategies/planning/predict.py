@@ -1,11 +1,13 @@
 """Predict the step time and memory of a network's layout, and choose the layout with the least time."""
 
+import itertools
 from dataclasses import replace
 from math import lcm
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout, even_replicas, timetable
 from cnnstrategies.planning.candidates import CHECKPOINTINGS, Job
+from cnnstrategies.planning.memory import PeakMemory, largest
 from cnnstrategies.planning.partition import SMALL, Cost, best_layout
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
@@ -59,37 +61,40 @@ class Predictor:
         if self.job.cluster.devices > SMALL:
             return layout
         most = (1 + WORTH_LESS_MEMORY) * self.time(layout)
-        lightest, least = layout, self.memory(layout)
+        lightest, least = layout, self._fullest(layout)
         bounds = (0, *layout.cuts, len(self.costs.nodes))
         for index, (before, after) in enumerate(zip(bounds, bounds[2:], strict=False)):
             for position in self.costs.cut_positions:
                 if not before < position < after:
                     continue
                 other = replace(layout, cuts=(*layout.cuts[:index], position, *layout.cuts[index + 1 :]))
-                memory = self.memory(other)
+                memory = self._fullest(other)
                 if memory < least and self.problem.bound(other) <= most and self.time(other) <= most:
                     lightest, least = other, memory
         return lightest
 
+    def _fullest(self, layout: Layout) -> float:
+        """Return a number that is the larger, the fuller the fullest device is.
+
+        The number is a fraction of the device's memory, or bytes if memory is not limited.
+        """
+        memory = self.device_memory(layout, self.job.run_ahead or False)
+        if not self.job.is_limited:
+            return max(memory)
+        return max(held / limit for held, limit in zip(memory, self.job.limits, strict=False))
+
     def _model(self, layout: Layout) -> Cost:
-        return self._excess(self.problem.memory(layout)), self.problem.model(layout)
+        return self.problem.excess(layout), self.problem.model(layout)
 
     def time(self, layout: Layout) -> float:
         """Return the predicted step time in seconds, infinite if the layout does not fit into memory."""
         return self._cost(layout)[1]
 
     def _cost(self, layout: Layout) -> Cost:
-        excess = self._excess(self.memory(layout))
+        excess = self.problem.excess(layout)
         if excess:
             return excess, float("inf")
         return 0.0, self._time_of(layout, self._may_run_ahead(layout))
-
-    def _excess(self, memory: float) -> float:
-        """Return the number of bytes by which ``memory`` exceeds the memory limit of a device.
-
-        Return 0 if ``memory`` does not exceed the limit, or if memory is not limited.
-        """
-        return 0.0 if self.job.memory is None else max(0.0, memory - self.job.memory)
 
     def memory(self, layout: Layout) -> float:
         """Return the largest number of bytes that a device holds.
@@ -97,7 +102,7 @@ class Predictor:
         A stage that runs ahead holds one additional microbatch. The memory of this microbatch is only counted if the
         job requires stages to run ahead.
         """
-        return max(self.stage_memory(layout, self.job.run_ahead or False))
+        return max(self.device_memory(layout, self.job.run_ahead or False))
 
     def runs_ahead(self, layout: Layout) -> bool:
         """Whether the stages of a layout should run ahead, that is, hold one additional microbatch.
@@ -113,7 +118,7 @@ class Predictor:
     def _may_run_ahead(self, layout: Layout) -> bool:
         if self.job.run_ahead is not None:
             return self.job.run_ahead
-        return self.job.memory is None or max(self.stage_memory(layout, True)) <= self.job.memory
+        return not self.job.is_limited or not self.job.excess(self.device_memory(layout, True))
 
     def simulate(self, layout: Layout, run_ahead: bool, microbatches: int | None = None) -> Simulation:
         """Simulate a step with all its tasks, even if their number exceeds `LONGEST`.
@@ -124,26 +129,26 @@ class Predictor:
             microbatches: Number of microbatches; None for the job's number.
         """
         replicas, count = layout.replicas, microbatches or self.problem.microbatches
-        tasks = timetable(replicas, count, self.job.schedule, run_ahead, self.problem.shares(replicas))
+        tasks = timetable(replicas, count, self.job.schedule, run_ahead, self.problem.shares(layout))
         return simulate(tasks, self.stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
-    def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
-        """Return the peak memory of a device in bytes, for each stage.
+    def device_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
+        """Return the peak memory of each device in bytes; see :meth:`Problem.device_peaks`."""
+        return [peak.total for peak in self.problem.device_peaks(layout, run_ahead)]
 
-        The memory contains the training state and the activations of all microbatches that the device holds at once.
+    def stage_peaks(self, layout: Layout, run_ahead: bool) -> list[PeakMemory]:
+        """Return the peak memory of the fullest device of each stage.
 
         Args:
             layout: Cuts and replicas.
             run_ahead: Whether stages hold one additional microbatch.
         """
-        memory = []
-        problem = self.problem
-        for index, cost in enumerate(self._costs_of(layout.cuts)):
-            state = self.job.state_copies * cost.parameter_bytes
-            peak = problem.flights(layout.replicas, index, run_ahead)
-            activations = peak * cost.received_bytes + problem.kept(peak) * cost.saved_bytes
-            memory.append(state + activations + problem.joined_bytes(layout, index))
-        return memory
+        peaks = iter(self.problem.device_peaks(layout, run_ahead))
+        return [largest(itertools.islice(peaks, count)) for count in layout.replicas]
+
+    def device_peaks(self, layout: Layout) -> tuple[PeakMemory, ...]:
+        """Return the peak memory of each device, stage by stage."""
+        return tuple(self.problem.device_peaks(layout, self.runs_ahead(layout)))
 
     def _costs_of(self, cuts: tuple[int, ...]) -> list[StageCost]:
         if cuts not in self._known:
@@ -170,7 +175,7 @@ class Predictor:
         """
         count, replicas = self.problem.microbatches, layout.replicas
         short = LONGEST // (2 * len(replicas))
-        period = lcm(*replicas) if lcm(*replicas) <= short and not self.problem.shares(replicas) else short // 2
+        period = lcm(*replicas) if lcm(*replicas) <= short and not self.problem.shares(layout) else short // 2
         most = max(short, sum(replicas) + 2 * period)
         if count <= most:
             return self.simulate(layout, run_ahead).step_time
@@ -201,7 +206,10 @@ def choose_layout(job: Job) -> tuple[Layout, Predictor]:
     advice = "raise the limit, use more stages or microbatches"
     if checkpointing != CHECKPOINTINGS[-1]:
         advice += ", or set activation_checkpointing='always'"
+    memory = predictor.device_memory(layout, job.run_ahead or False)
+    device = job.tightest(memory)
+    place = f"device {device}" if len(set(job.limits)) > 1 else "one device"
     raise ConfigurationError(
-        f"memory_limit={job.memory}: with {layout.devices} devices and {job.microbatches} microbatches, one device "
-        f"needs {predictor.memory(layout):.0f} bytes; {advice}"
+        f"memory_limit={job.limits[device]:.0f}: with {layout.devices} devices and {job.microbatches} microbatches, "
+        f"{place} needs {memory[device]} bytes; {advice}"
     )

@@ -2,15 +2,49 @@
 
 import heapq
 import itertools
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.costs import NodeCost
-from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce
+from cnnstrategies.planning.costs import NodeCost, Value
+from cnnstrategies.planning.memory import PartMemory, PeakMemory, StageLoad, StageTraffic, part_memory, stage_peak
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_gather, all_reduce
 from cnnstrategies.shares import deal, rotation, soonest
+
+
+class Section(NamedTuple):
+    """The nodes and the devices of a stage.
+
+    Attributes:
+        start: Index of the stage's first node.
+        end: Index of the stage's last node, plus 1.
+        first: Number of the stage's first device.
+        replicas: Number of replicas of the stage, which use consecutive devices.
+        awaited: Bytes of the gradients that later stages send to this stage for a microbatch.
+    """
+
+    start: int
+    end: int
+    first: int
+    replicas: int
+    awaited: int = 0
+
+
+class Crossing(NamedTuple):
+    """The values that enter and leave a stage, for one microbatch.
+
+    Attributes:
+        received: Bytes of the values that the stage receives from earlier stages.
+        returned: Bytes of the gradients that the stage sends back for them.
+        sent: Values with gradients that the stage sends to later stages.
+    """
+
+    received: int
+    returned: int
+    sent: tuple[Value, ...]
 
 
 class Problem:
@@ -41,9 +75,15 @@ class Problem:
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
-        self._saved = self._sums(lambda node: node.saved_bytes)
-        # Cached results of `_stage`. Keys are the arguments of `_stage`.
-        self._known: dict[tuple[int, int, int, int], tuple[float, float]] = {}
+        self._statistics = self._sums(lambda node: node.statistics_bytes)
+        self._devices = job.cluster.devices if job.replicas is None else sum(job.replicas)
+        # Cached results of `_stage`, `dealt`, `_excess`, `_peak`, `part_memory` and `_crossing`, by their arguments.
+        self._known: dict[Section, tuple[float, float]] = {}
+        self._deals: dict[Section, tuple[int, ...]] = {}
+        self._excesses: dict[Section, float] = {}
+        self._peaks: dict[tuple[Section, int, int], PeakMemory] = {}
+        self._parts: dict[tuple[int, int], PartMemory] = {}
+        self._crossings: dict[tuple[int, int], Crossing] = {}
 
     def _sums(self, cost: Callable[[NodeCost], float]) -> list[float]:
         """Return the running sums of a cost over the nodes, starting with 0."""
@@ -56,60 +96,86 @@ class Problem:
         """
         return self._time[end] - self._time[start]
 
-    def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each stage: index of the first node, index after the last node, and number of replicas."""
-        bounds = (0, *layout.cuts, len(self.costs.nodes))
-        return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
+    def sections(self, layout: Layout) -> list[Section]:
+        """Return the nodes and the devices of each stage."""
+        cuts, sections, first = layout.cuts, [], 0
+        bounds = itertools.pairwise((0, *cuts, len(self.costs.nodes)))
+        for (start, end), replicas in zip(bounds, layout.replicas, strict=True):
+            sections.append(Section(start, end, first, replicas, self._awaited(start, end, cuts)))
+            first += replicas
+        return sections
 
-    def dealt(self, first: int, replicas: int) -> tuple[int, ...]:
+    def dealt(self, section: Section) -> tuple[int, ...]:
         """Return the number of microbatches of each replica of a stage.
 
         If the job sets shares, the microbatches are divided in proportion to the shares. Otherwise they are divided so
-        that the stage finishes all microbatches as early as possible.
-
-        Args:
-            first: First device of the stage.
-            replicas: Number of replicas of the stage.
+        that the stage finishes all microbatches as early as possible, and so that each replica's microbatches fit into
+        the memory of its device. If no division fits, the limits of the memory are ignored.
         """
-        if self.job.shares is not None:
-            return deal(self.microbatches, self.job.shares[first : first + replicas], least=1)
-        return soonest(self.microbatches, self.cluster.speeds[first : first + replicas])
+        if section not in self._deals:
+            self._deals[section] = self._deal(section)
+        return self._deals[section]
 
-    def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
+    def _deal(self, section: Section) -> tuple[int, ...]:
+        devices = slice(section.first, section.first + section.replicas)
+        if self.job.shares is not None:
+            return deal(self.microbatches, self.job.shares[devices], least=1)
+        speeds = self.cluster.speeds[devices]
+        if not self.job.is_limited:
+            return soonest(self.microbatches, speeds)
+        limits, stretch = self.job.limits[devices], self._stretch(section, self.job.run_ahead or False)
+        bounds = [self.microbatches] * section.replicas
+        while min(bounds) > 0 and sum(bounds) >= self.microbatches:
+            counts = soonest(self.microbatches, speeds, tuple(bounds))
+            pairs = enumerate(zip(counts, _held(counts, stretch), limits, strict=True))
+            full = [i for i, (count, held, limit) in pairs if self.peak(section, count, held).total > limit]
+            if not full:
+                return counts
+            # A replica that does not fit gets one microbatch less, and the others are divided again.
+            for replica in full:
+                bounds[replica] = counts[replica] - 1
+        return soonest(self.microbatches, speeds)
+
+    def _stretch(self, section: Section, run_ahead: bool) -> int:
+        """Return the number of consecutive microbatches that all replicas of a stage together may hold at once."""
+        if self.job.schedule != "1f1b":
+            return self.microbatches
+        # The number of ranks from this stage to the last stage, and one more if stages run ahead.
+        return self._devices - section.first + (run_ahead and not self.is_last(section))
+
+    def is_last(self, section: Section) -> bool:
+        """Whether a stage is the last stage."""
+        return section.end == len(self.costs.nodes)
+
+    def shares(self, layout: Layout) -> tuple[int, ...]:
         """Return the number of microbatches of each device.
 
-        If the numbers differ by at most one within every stage, the layout needs no shares, and the tuple is empty.
+        If every stage divides its microbatches as equal shares would, the layout needs no shares, and the tuple is
+        empty.
         """
-        stages = [self.dealt(sum(replicas[:stage]), count) for stage, count in enumerate(replicas)]
-        return tuple(itertools.chain(*stages)) if any(max(counts) > min(counts) + 1 for counts in stages) else ()
+        stages = [self.dealt(section) for section in self.sections(layout)]
+        equal = all(counts == deal(self.microbatches, [1] * len(counts)) for counts in stages)
+        return () if equal else tuple(itertools.chain(*stages))
 
-    def work(self, first: int, replicas: int) -> tuple[int, float]:
+    def work(self, section: Section) -> tuple[int, float]:
         """Return the number of microbatches and the device speed of the slowest replica of a stage.
 
         The slowest replica takes longest for all its microbatches together.
-
-        Args:
-            first: First device of the stage.
-            replicas: Number of replicas of the stage.
         """
-        pairs = zip(self.dealt(first, replicas), self.cluster.speeds[first : first + replicas], strict=True)
+        devices = slice(section.first, section.first + section.replicas)
+        pairs = zip(self.dealt(section), self.cluster.speeds[devices], strict=True)
         return max(pairs, key=lambda pair: pair[0] / pair[1])
 
-    def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
-        """Return the largest number of microbatches that a replica of a stage holds at once.
+    def flights(self, section: Section, run_ahead: bool) -> tuple[int, ...]:
+        """Return the largest number of microbatches that each replica of a stage holds at once.
 
         Args:
-            replicas: Number of replicas of each stage.
-            stage: Index of the stage.
+            section: The stage.
             run_ahead: Whether stages hold one additional microbatch.
         """
-        counts = self.dealt(sum(replicas[:stage]), replicas[stage])
-        if self.job.schedule != "1f1b":
-            return max(counts)
-        # The microbatches that the replicas of a stage hold at once are consecutive. Their number is at most the number
-        # of ranks from this stage to the last stage, and one more if stages run ahead. The result is the largest number
-        # of these microbatches that belong to one replica.
-        return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
+        # The microbatches that the replicas of a stage hold at once are consecutive. A replica holds those that belong
+        # to it.
+        return _held(self.dealt(section), self._stretch(section, run_ahead))
 
     def kept(self, peak: int) -> int:
         """Return the largest number of microbatches whose activations a device holds at once.
@@ -121,57 +187,116 @@ class Problem:
         # are held at the same time.
         return min(peak, {"never": peak, "except_last": 2, "always": 1}[self.job.checkpointings[0]])
 
-    def joined_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes of the network's results that a device of a stage holds.
+    def peak(self, section: Section, count: int, held: int) -> PeakMemory:
+        """Return the peak memory of a device of a stage.
 
-        The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and its
-        gradient.
+        Args:
+            section: The stage.
+            count: Number of microbatches that the device runs.
+            held: Largest number of microbatches that the device holds at once.
         """
-        return 3 * self.microbatches * self.costs.output_bytes if stage == len(layout.replicas) - 1 else 0
+        key = (section, count, held)
+        if key not in self._peaks:
+            self._peaks[key] = self._peak(section, count, held)
+        return self._peaks[key]
 
-    def memory(self, layout: Layout) -> float:
-        """Return an upper bound for the largest number of bytes that a device holds.
+    def _peak(self, section: Section, count: int, held: int) -> PeakMemory:
+        part = (section.start, section.end)
+        if part not in self._parts:
+            self._parts[part] = part_memory(self.costs, *part)
+        crossing = self._crossing(*part)
+        load = StageLoad(
+            own=count,
+            held=held,
+            kept=self.kept(held),
+            interleaved=self.job.schedule == "1f1b",
+            replicas=section.replicas,
+            images=0 if section.start else count * self.costs.input_bytes,
+            # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and
+            # its gradient.
+            outputs=3 * self.microbatches * self.costs.output_bytes if self.is_last(section) else 0,
+        )
+        traffic = StageTraffic(crossing.received, crossing.returned, section.awaited)
+        return stage_peak(self._parts[part], traffic, load, self.job.state, self.costs.framework_bytes)
 
-        The result is only a bound, because a stage is assumed to receive all values that cross the cut before it, even
-        values that only later stages use.
+    def _crossing(self, start: int, end: int) -> Crossing:
+        """Return what enters and leaves the stage with nodes ``[start, end)``, for one microbatch."""
+        if (start, end) not in self._crossings:
+            received = [
+                value
+                for value in self.costs.values
+                if value.producer < start and any(start <= consumer < end for consumer in value.consumers)
+            ]
+            self._crossings[start, end] = Crossing(
+                sum(value.bytes for value in received),
+                sum(value.gradient_bytes for value in received),
+                tuple(
+                    value
+                    for value in self.costs.values
+                    if start <= value.producer < end and value.gradient_bytes and max(value.consumers) >= end
+                ),
+            )
+        return self._crossings[start, end]
+
+    def _awaited(self, start: int, end: int, cuts: tuple[int, ...]) -> int:
+        """Return the bytes of the gradients that later stages send back to a stage, for one microbatch.
+
+        A stage that uses a value sends one gradient for it, even if several nodes of the stage use the value.
         """
-        most = 0.0
-        for stage, (start, end, _) in enumerate(self.stages(layout)):
-            peak = self.flights(layout.replicas, stage, self.job.run_ahead or False)
-            received = self.costs.sent_bytes[start] if start else self.costs.input_bytes
-            kept = self.kept(peak) * (self._saved[end] - self._saved[start])
-            state = self.job.state_copies * (self._parameters[end] - self._parameters[start])
-            most = max(most, state + peak * received + kept + self.joined_bytes(layout, stage))
-        return most
+        return sum(
+            value.gradient_bytes
+            * len({bisect_right(cuts, consumer) for consumer in value.consumers if consumer >= end})
+            for value in self._crossing(start, end).sent
+        )
+
+    def device_peaks(self, layout: Layout, run_ahead: bool) -> list[PeakMemory]:
+        """Return the peak memory of each device.
+
+        Args:
+            layout: Cuts and replicas.
+            run_ahead: Whether stages hold one additional microbatch.
+        """
+        return [
+            self.peak(section, count, held)
+            for section in self.sections(layout)
+            for count, held in zip(self.dealt(section), self.flights(section, run_ahead), strict=True)
+        ]
+
+    def excess(self, layout: Layout) -> float:
+        """Return the largest number of bytes by which a device exceeds its memory; 0 if no device does."""
+        return max(map(self._excess, self.sections(layout))) if self.job.is_limited else 0.0
+
+    def _excess(self, section: Section) -> float:
+        if section not in self._excesses:
+            limits = self.job.limits[section.first : section.first + section.replicas]
+            flights = self.flights(section, self.job.run_ahead or False)
+            over = [
+                self.peak(section, count, held).total - limit
+                for count, held, limit in zip(self.dealt(section), flights, limits, strict=True)
+            ]
+            self._excesses[section] = max(0.0, *over)
+        return self._excesses[section]
 
     def model(self, layout: Layout) -> float:
         """Return the step time in seconds according to the formula of this class."""
         fill = slowest = 0.0
-        first = 0
-        for start, end, replicas in self.stages(layout):
-            key = (start, end, first, replicas)
-            if key not in self._known:
-                self._known[key] = self._stage(*key)
-            time, others = self._known[key]
+        for section in self.sections(layout):
+            if section not in self._known:
+                self._known[section] = self._stage(section)
+            time, others = self._known[section]
             fill, slowest = fill + time, max(slowest, others)
-            first += replicas
         return fill + slowest
 
-    def _stage(self, start: int, end: int, first: int, replicas: int) -> tuple[float, float]:
+    def _stage(self, section: Section) -> tuple[float, float]:
         """Return the two times of a stage from which :meth:`model` computes the step time, in seconds.
-
-        Args:
-            start: Index of the stage's first node.
-            end: Index of the stage's last node, plus 1.
-            first: Number of the stage's first device.
-            replicas: Number of replicas of the stage.
 
         Returns:
             First, the time of one microbatch: its forward and backward, and the transfers to and from the next stage.
             Second, the additional time for the other microbatches and for the reduction of the gradients.
         """
+        start, end, first, replicas, _ = section
         costs, cluster, after = self.costs, self.cluster, first + replicas
-        rounds, speed = self.work(first, replicas)
+        rounds, speed = self.work(section)
         time = self.time(start, end) / speed
         transfer = 0.0
         if after < cluster.devices:
@@ -191,14 +316,17 @@ class Problem:
             period = max(period, max(incoming, outgoing) * sharing / port)
         # Reductions overlap with the last backward pass of this stage, and then with the last backward passes of
         # earlier stages. The last bucket is only ready at the end of this stage's backward pass, so it overlaps with
-        # earlier stages only. `whole` is the time in seconds by which the reduction of all buckets is longer than all
-        # of these passes. `bucket` is the time by which the reduction of the last bucket is longer than the passes of
-        # the earlier stages.
+        # earlier stages only. `whole` is the time in seconds by which the reduction of all buckets, and the exchange of
+        # the means and variances of batch normalisation before them, is longer than all of these passes. `bucket` is
+        # the time by which the reduction of the last bucket is longer than the passes of the earlier stages.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
-        whole = reduction(parameters) - self._drain[end] / speed
+        gather = all_gather(cluster, first, replicas)
+        statistics = gather(self._statistics[end] - self._statistics[start])
+        results = gather(costs.output_bytes * self.microbatches / replicas) if self.is_last(section) else 0.0
+        whole = statistics + reduction(parameters) - self._drain[end] / speed
         bucket = reduction(min(parameters, BUCKET_BYTES)) - self._drain[start] / speed
-        return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket)
+        return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket) + results
 
     def bound(self, layout: Layout) -> float:
         """Return a lower bound for the step time in seconds.
@@ -206,12 +334,12 @@ class Problem:
         A stage cannot start before a microbatch has passed all earlier stages. The stage then needs the time for all
         its microbatches. For each stage, the sum of these two times is a lower bound. The result is the largest sum.
         """
-        first, before, longest = 0, 0.0, 0.0
-        for start, end, replicas in self.stages(layout):
-            rounds, speed = self.work(first, replicas)
+        before = longest = 0.0
+        for section in self.sections(layout):
+            start, end, first, replicas, _ = section
+            rounds, speed = self.work(section)
             longest = max(longest, before + rounds * self.time(start, end) / speed)
             before += self.time(start, end) / max(self.cluster.speeds[first : first + replicas])
-            first += replicas
         return longest
 
     def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
@@ -237,18 +365,22 @@ class Problem:
 
 
 @lru_cache(maxsize=4096)
-def _most_for_one_replica(counts: tuple[int, ...], stretch: int) -> int:
-    """Return the largest number of microbatches that one replica has among any ``stretch`` consecutive microbatches.
+def _held(counts: tuple[int, ...], stretch: int) -> tuple[int, ...]:
+    """Return, for each replica, the largest number of its microbatches among any ``stretch`` consecutive microbatches.
 
     Args:
         counts: Number of microbatches of each replica in a step.
         stretch: Number of consecutive microbatches.
     """
+    if stretch >= sum(counts):
+        return counts
     microbatches_of: list[list[int]] = [[] for _ in counts]
     for microbatch, replica in enumerate(rotation(counts, sum(counts))):
         microbatches_of[replica].append(microbatch)
-    return max(
-        bisect_left(microbatches, microbatch + stretch) - index
+    return tuple(
+        max(
+            (bisect_left(microbatches, microbatch + stretch) - index for index, microbatch in enumerate(microbatches)),
+            default=0,
+        )
         for microbatches in microbatches_of
-        for index, microbatch in enumerate(microbatches)
     )

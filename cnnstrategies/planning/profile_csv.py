@@ -30,6 +30,10 @@ class _Row:
         return self.operation.startswith(INPUT)
 
     @property
+    def normalises(self) -> bool:
+        return bool(re.search(r"batch_?norm", self.operation, re.IGNORECASE))
+
+    @property
     def output(self) -> int:
         return int(self.numbers["activation_bytes"])
 
@@ -69,6 +73,8 @@ def read_profile(file: Path, batch: int) -> Profile:
                 backward=row.numbers["backward_ms"] / 1e3,
                 parameter_bytes=int(row.numbers["parameter_bytes"]),
                 saved_bytes=row.output,
+                # A layer has a weight and a bias of 4 bytes for each channel, and a mean and a variance of 8 bytes.
+                statistics_bytes=2 * int(row.numbers["parameter_bytes"]) if row.normalises else 0,
             )
             for row in nodes
         ),
@@ -79,8 +85,7 @@ def read_profile(file: Path, batch: int) -> Profile:
         microbatch_size=batch,
         input_bytes=sum(row.output for row in rows if row.is_input),
     )
-    normalises = any(re.search(r"batch_?norm", row.operation, re.IGNORECASE) for row in nodes)
-    return Profile(costs, batch_norm=normalises, nodes_have_names=False)
+    return Profile(costs, batch_norm=any(row.normalises for row in nodes), nodes_have_names=False)
 
 
 def _read(file: Path) -> list[_Row]:

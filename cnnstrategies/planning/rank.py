@@ -6,6 +6,7 @@ This module also computes the costs of DDP, to which all other strategies are co
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,11 +15,19 @@ from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.hybrid import Hybrid, hybrids
+from cnnstrategies.planning.memory import PeakMemory, replica_peak
 from cnnstrategies.planning.parameter_server import ParameterServer
-from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments
+from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments, recomputed_peak
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
 
-ACCUMULATED = (2, 4, 8)  # Values of accumulate_grad_batches that are tried if a whole batch does not fit into memory.
+ACCUMULATED = (
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+)  # Values of accumulate_grad_batches that are tried if a whole batch does not fit into memory.
 TIE = 0.03  # DDP is ranked first if the fastest strategy saves at most this fraction of DDP's step time.
 
 
@@ -32,12 +41,18 @@ class Ranking:
         changing: Candidates with a different training result from DDP. Their step times alone do not show whether they
             are better.
         notes: Remarks for the user.
+        order: For each rank, the number of the device that it uses; empty if each rank uses the device with its number.
     """
 
     job: Job
     same: tuple[Candidate, ...]
     changing: tuple[Candidate, ...]
     notes: tuple[str, ...]
+    order: tuple[int, ...] = ()
+
+    def device_of(self, rank: int) -> int:
+        """Return the number of the device that a rank uses."""
+        return self.order[rank] if self.order else rank
 
     @property
     def best(self) -> Candidate:
@@ -61,6 +76,15 @@ class Ranking:
         return sum(host.price for host in self.job.cluster.hosts) / 3600 * 1e6 / self.rate(row)
 
 
+class NothingFitsError(ConfigurationError):
+    """No strategy fits into the memory of the devices."""
+
+
+def candidates(job: Job) -> Iterator[Candidate]:
+    """Yield the candidates of all strategies, also those that do not fit into memory."""
+    return itertools.chain(data_parallel(job), hybrids(job), ParameterServer(job).candidates())
+
+
 def rank(job: Job) -> Ranking:
     """Predict the costs of all candidates, and rank the best candidates of each family.
 
@@ -68,21 +92,25 @@ def rank(job: Job) -> Ranking:
     candidate that changes the training result, and the best candidate that does not change it.
 
     Raises:
-        ConfigurationError: No candidate fits into the memory of the devices.
+        NothingFitsError: No candidate fits into the memory of the devices.
     """
     best: dict[tuple[str, bool], Candidate] = {}
-    notes = []
-    for row in itertools.chain(data_parallel(job), hybrids(job), ParameterServer(job).candidates()):
-        if job.memory is not None and row.memory > job.memory:
-            needed, limit = format_bytes(row.memory), format_bytes(job.memory)
-            notes.append(f"{row}: needs {needed} on a device that has {limit}")
+    too_large = []
+    for candidate in candidates(job):
+        # Another precision than the user's changes the training result.
+        row = candidate if job.precision is None else replace(candidate, effect=Effect.LEARNING)
+        if job.excess(row.memories):
+            too_large.append(row)
         elif (key := (row.family, row.effect == Effect.LEARNING)) not in best or row.step < best[key].step:
             best[key] = row
     if not best:
-        raise ConfigurationError(
-            f"no strategy fits into the devices' memory ({'; '.join(notes) or 'no pipeline fits either'}): "
-            "use a smaller batch, more devices or activation_checkpointing"
-        )
+        raise NothingFitsError(_nothing_fits(job, too_large))
+    # For each strategy, the candidate that exceeds the memory least is named.
+    too_large.sort(key=lambda row: job.excess(row.memories))
+    closest = {row.family: row for row in reversed(too_large)}
+    notes = [f"{row}: {_too_large(job, row)}" for row in closest.values()]
+    if job.precision is not None:
+        notes.append(f"nothing fits with the configured precision, so all plans have trainer.precision {job.precision}")
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
     notes += _reasons(same)
@@ -97,6 +125,30 @@ def rank(job: Job) -> Ranking:
             "samples"
         )
     return Ranking(job, tuple(same), tuple(changing), tuple(notes))
+
+
+def _nothing_fits(job: Job, rows: Sequence[Candidate]) -> str:
+    """Return an error message for candidates that all need too much memory."""
+    if not rows:
+        return (
+            f"no strategy can divide {job.samples} samples among {job.cluster.devices} devices: use a larger batch or "
+            "fewer devices"
+        )
+    closest = min(rows, key=lambda row: job.excess(row.memories))
+    device = job.tightest(closest.memories)
+    excess = format_bytes(job.excess(closest.memories))
+    return (
+        f"no strategy fits into the devices' memory: {closest} comes closest, and {_too_large(job, closest)}: {excess} "
+        f"too much on rank {device}; use a smaller batch, a device with more memory there, or more devices"
+    )
+
+
+def _too_large(job: Job, row: Candidate) -> str:
+    """Return how much memory a candidate needs on the device that exceeds its memory most."""
+    device = job.tightest(row.memories)
+    needed, limit = format_bytes(row.memories[device]), format_bytes(job.limits[device])
+    place = f"rank {device}, whose device" if len(set(job.limits)) > 1 else "a device that"
+    return f"needs {needed} on {place} has {limit}"
 
 
 def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
@@ -141,18 +193,47 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
     for family, factor in sent_for_each_byte.items():
         plain = _priced(job, family, Effect.NONE if family == "ddp" else Effect.LEARNING, equal, factor)
         yield plain
-        if family == "ddp" and job.memory is not None and plain.memory > job.memory:
+        if family == "ddp" and job.excess(plain.memories):
             # With gradient accumulation, BatchNorm normalises smaller batches, which changes the training result. So if
             # the network has BatchNorm, `effect` is LEARNING.
             for count in ACCUMULATED:
-                if job.samples >= count * devices:
-                    options = {"accumulate_grad_batches": count}
-                    yield _priced(job, family, effect, job.equal(count), options=options, batches=count)
+                if job.samples < count * devices:
+                    break
+                options = {"accumulate_grad_batches": count}
+                row = _priced(job, family, effect, job.equal(count), options=options, batches=count)
+                yield row
+                if not job.excess(row.memories):
+                    break
             yield _recomputed(job)
-    state = job.state_copies * job.profile.costs.parameter_bytes
-    dealt = job.dealt(lambda counts: _priced(job, "ddp", effect, counts).step, state)
-    if dealt != equal:
-        yield _priced(job, "ddp_balanced", effect, dealt, options={"initial_shares": list(dealt)})
+    yield from _balanced(job, effect)
+
+
+def _balanced(job: Job, effect: Effect) -> Iterator[Candidate]:
+    """Yield candidates with shares that fit the devices' speeds and memories.
+
+    If no shares of a whole batch fit into memory, also yield a candidate that accumulates the gradients of smaller
+    batches.
+    """
+    for batches in (1, *ACCUMULATED):
+        if job.samples < batches * job.cluster.devices:
+            return
+
+        def step(counts: Sequence[int], batches: int = batches) -> float:
+            return _priced(job, "ddp", effect, counts, batches=batches).step
+
+        peak = partial(_peak, job, batches=batches)
+        dealt = job.dealt(step, peak, batches)
+        options: dict[str, Any] = {"accumulate_grad_batches": batches} if batches > 1 else {}
+        options["initial_shares"] = list(dealt)
+        most = [int(min(fitting, sum(dealt))) for fitting in job.most_samples(peak)]
+        if min(most) < sum(dealt):
+            # Training measures the shares, and must not give a device more samples than fit into its memory.
+            options["max_samples"] = most
+        row = _priced(job, "ddp_balanced", effect, dealt, options=options, batches=batches)
+        if dealt != job.equal(batches):
+            yield row
+        if not job.excess(row.memories):
+            return
 
 
 def _recomputed(job: Job) -> Candidate:
@@ -199,10 +280,10 @@ def _priced(
     devices = job.cluster.devices
     costs, speed = job.slowest(counts)
     (stage,) = stage_costs(costs, ())
-    held = job.profile.at(max(counts)).kept_bytes
+    peak = partial(_peak, job, batches=batches, factor=factor)
     if recomputes:
         stage = replace(stage, backward=stage.backward + choose_segments(costs).again)
-        held = choose_segments(job.profile.at(max(counts))).peak_bytes
+        peak = partial(_recomputed_peak, job)
     compute, backward = batches * stage.time / speed, stage.backward / speed
     reduction = all_reduce(job.cluster, 0, devices)
     parts = stage.buckets(BUCKET_BYTES, backward, FIRST_BUCKET_BYTES)
@@ -213,6 +294,30 @@ def _priced(
         effect=effect,
         step=step,
         sent_bytes=round(2 * (devices - 1) * stage.parameter_bytes * factor),
-        memory=job.state_copies * stage.parameter_bytes + held,
+        loads=job.loads(counts, peak, batches),
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
+
+
+def _peak(job: Job, count: int, batches: int = 1, factor: float = 1.0) -> PeakMemory:
+    """Return the peak memory of a device that has ``count`` samples of each batch."""
+    return replica_peak(job.profile.at(count), job.state, batches, _buckets(job, factor))
+
+
+def _recomputed_peak(job: Job, count: int) -> PeakMemory:
+    """Return the peak memory of a device that computes activations again."""
+    return recomputed_peak(job.profile.at(count), job.state, buckets=_buckets(job))
+
+
+def _buckets(job: Job, factor: float = 1.0) -> float:
+    """Return the size of DDP's gradient buckets as a multiple of the gradients' size.
+
+    DDP copies all gradients into buckets, which exist in all steps. With compression a copy of a bucket is sent.
+
+    Args:
+        job: Network, cluster and batch.
+        factor: Bytes of the compressed gradients divided by the bytes of the gradients; 1 without compression.
+    """
+    if job.cluster.devices == 1:
+        return 0.0
+    return 1.0 if factor == 1 else 1.0 + factor

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from cnnstrategies.planning.costs import GraphCosts
+from cnnstrategies.planning.memory import PeakMemory, State, segments_peak
 
 # Number of limits on the activations of a segment that are tried. They are spaced evenly on a logarithmic scale, so the
 # result is at most a few percent larger than the best one.
@@ -72,6 +73,17 @@ def segments_of(costs: GraphCosts, cuts: tuple[int, ...]) -> Segments:
     largest = max(sum(node.saved_bytes for node in costs.nodes[start:end]) for start, end in bounds)
     again = sum(node.forward for node in costs.nodes[: bounds[-1][0]])
     return Segments(cuts, costs.input_bytes + passing, largest, again)
+
+
+def recomputed_peak(
+    costs: GraphCosts, state: State, batches: int = 1, buckets: float = 0.0, cuts: tuple[int, ...] | None = None
+) -> PeakMemory:
+    """Return the peak of a device that computes activations again.
+
+    The arguments are those of `replica_peak`, and the segments' ``cuts``; by default those of :func:`choose_segments`.
+    """
+    segments = choose_segments(costs) if cuts is None else segments_of(costs, cuts)
+    return segments_peak(costs, segments.cuts, segments.kept_bytes - costs.input_bytes, state, batches, buckets)
 
 
 def _passing_bytes(costs: GraphCosts, positions: list[int]) -> list[list[int]]:

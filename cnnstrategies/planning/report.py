@@ -71,14 +71,14 @@ def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Grou
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "replicas", "nodes", "forward\nms", "backward\nms", "params", "sends", "memory", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
-    memory = predictor.stage_memory(layout, predictor.runs_ahead(layout))
+    peaks = predictor.stage_peaks(layout, predictor.runs_ahead(layout))
     passing = messages(costs, layout.cuts)
     computing = [0.0] * len(layout.replicas)
     for span in step.spans:
         if span.kind in ("forward", "backward"):
             computing[span.stage] += span.end - span.start
     names = []
-    for index, (start, end, replicas) in enumerate(problem.stages(layout)):
+    for index, (start, end, _, replicas, _) in enumerate(problem.sections(layout)):
         cost = stage_costs(costs, layout.cuts)[index]
         table.add_row(
             str(index),
@@ -88,7 +88,7 @@ def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Grou
             f"{cost.backward * 1e3:.2f}",
             format_bytes(cost.parameter_bytes),
             format_bytes(sum(message.bytes for (source, _), message in passing.items() if source == index)),
-            format_bytes(memory[index]),
+            format_bytes(peaks[index].total),
             f"{computing[index] / replicas / step.step_time:.0%}",
         )
         names.append(f"stage {index}: {costs.nodes[start].name} to {costs.nodes[end - 1].name}")
@@ -119,11 +119,20 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
 
     The user passes this file to ``fit`` after the configuration file for which the plan was made.
     """
-    job, row = ranking.job, ranking.best
-    lines = [
-        f"{row}: predicted {digits(row.step * 1e3, 4)} ms per step, {digits(ranking.rate(row), 4)} samples/s",
-        "  cnnstrategies fit --config YOURS --config THIS",
-    ]
+    trainer, lines = trainer_section(ranking, ranking.best)
+    write_commented(
+        file, {"trainer": trainer}, [lines[0], "  cnnstrategies fit --config YOURS --config THIS", *lines[1:]]
+    )
+
+
+def trainer_section(ranking: Ranking, row: Candidate) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of a configuration's section ``trainer`` for a candidate, and comments about the candidate.
+
+    Returns:
+        The keys with their values, and lines of comment. The first line names the candidate and its predicted speed.
+    """
+    job = ranking.job
+    lines = [f"{row}: predicted {digits(row.step * 1e3, 4)} ms per step, {digits(ranking.rate(row), 4)} samples/s"]
     trainer: dict[str, Any] = {}
     counts = [host.devices for host in job.cluster.hosts]
     if len(set(counts)) == 1:
@@ -133,6 +142,8 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
             f"The machines have {', '.join(map(str, counts))} devices, but Lightning starts the same number of ranks "
             "on each machine: set trainer.num_nodes and trainer.devices yourself."
         )
+    if job.precision is not None:
+        trainer["precision"] = job.precision
     options = dict(row.options)
     trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
     if options.pop(RECOMPUTED, None) is not None:
@@ -156,4 +167,4 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
         trainer["strategy"] = {"class_path": strategy, "init_args": options}
     else:
         trainer["strategy"] = row.family
-    write_commented(file, {"trainer": trainer}, lines)
+    return trainer, lines

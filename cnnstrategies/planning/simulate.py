@@ -8,7 +8,7 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.stage_costs import BUCKET_BYTES, StageCost, StageMessage, all_reduce, reduced_at
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, StageCost, StageMessage, all_gather, all_reduce, reduced_at
 
 # A tuple with the fields of a `Span`: rank, kind, stage, microbatch, start and end.
 Record = tuple[int, str, int, int | None, float, float]
@@ -46,7 +46,9 @@ def simulate(
     and when the sender's outgoing port and the receiver's incoming port are free. Every device has one port in each
     direction for messages inside its machine, and every machine has one port in each direction for messages to other
     machines. Messages overlap with computation. The replicas of a stage reduce their gradients bucket by bucket during
-    their last backward, as soon as the gradients of a bucket are ready.
+    their last backward, as soon as the gradients of a bucket are ready. Before the first bucket they exchange the
+    means and variances of batch normalisation. At the end, the replicas of the last stage exchange the network's
+    results, so that each can compute the loss of the whole batch.
 
     Args:
         tasks: Each rank's tasks, in the order in which the rank runs them.
@@ -195,9 +197,11 @@ class _Run:
             if not members or not cost.parameter_bytes:
                 continue
             time = all_reduce(self.cluster, min(members), len(members))
+            gather = all_gather(self.cluster, min(members), len(members))
+            statistics, results = gather(cost.statistics_bytes), gather(cost.result_bytes * self.count / len(members))
             start = max(record[4] for record in members.values())
             backward = max(record[5] for record in members.values()) - start
-            end = start + reduced_at(cost.buckets(bucket_bytes, backward), backward, time)
+            end = start + reduced_at(cost.buckets(bucket_bytes, backward), backward, time, statistics) + results
             if len(members) > 1 or end > start + backward:
                 self.records.extend((rank, "reduce", stage, None, start, end) for rank in members)
 

@@ -41,6 +41,17 @@ def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
     return lambda size: ring.all_reduce_time(size, count)
 
 
+def all_gather(cluster: Cluster, first: int, count: int) -> Time:
+    """Return a function that predicts the seconds of a ring all-gather from the number of bytes of one device.
+
+    The arguments are those of :func:`all_reduce`.
+    """
+    if count < 2:
+        return lambda size: 0.0
+    ring = cluster.ring(first, count)
+    return lambda size: ring.all_gather_time(size, count)
+
+
 def buckets(
     gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None
 ) -> list[BucketCost]:
@@ -64,7 +75,7 @@ def buckets(
     return [*complete, BucketCost(last, gathered)] if gathered else complete
 
 
-def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> float:
+def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time, busy: float = 0.0) -> float:
     """Return the seconds from the start of the backward until the backward and all reductions have ended.
 
     The reduction of bucket k begins when the bucket is ready (at r_k) and bucket k - 1 has been reduced (at c_{k-1}).
@@ -74,8 +85,9 @@ def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> floa
         parts: Buckets in the order of the backward.
         backward: Seconds of the backward.
         time: Function that returns the seconds in which a number of bytes is reduced.
+        busy: Seconds at the start of the backward in which the connections send something else.
     """
-    end = 0.0
+    end = busy
     for part in parts:
         end = max(end, part.ready) + time(part.bytes)
     return max(end, backward)
@@ -94,6 +106,9 @@ class StageCost:
         saved_bytes: Bytes of the tensors that the stage makes and autograd keeps until the backward.
         gradients: The nodes' gradients in the order of the backward. For each node: the seconds from the start of the
             backward until its gradients are ready, and the bytes of its gradients.
+        statistics_bytes: Bytes of the stage's means and variances of batch normalisation; see `NodeCost`.
+        result_bytes: Bytes of the network's result, of which each replica of the last stage gets that of the whole
+            batch; 0 in other stages.
     """
 
     nodes: int
@@ -103,6 +118,8 @@ class StageCost:
     received_bytes: int
     saved_bytes: int
     gradients: tuple[tuple[float, int], ...] = ()
+    statistics_bytes: int = 0
+    result_bytes: int = 0
 
     def buckets(self, size: int, backward: float, first: int | None = None) -> list[BucketCost]:
         """Return the buckets in which the stage's gradients are reduced.
@@ -162,6 +179,8 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
                 received_bytes=received[index],
                 saved_bytes=sum(node.saved_bytes for node in nodes),
                 gradients=_gradients(nodes),
+                statistics_bytes=sum(node.statistics_bytes for node in nodes),
+                result_bytes=costs.output_bytes if index == len(cuts) else 0,
             )
         )
     return stages
@@ -195,8 +214,12 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], St
 def sent_in_a_step(costs: GraphCosts, layout: Layout, microbatches: int) -> int:
     """Return the bytes that all devices together send in a step.
 
-    The result counts activations, gradients of activations, and gradients of parameters.
+    The result counts activations, gradients of activations, gradients of parameters, the means and variances of batch
+    normalisation, and the network's results that replicas of the last stage send each other.
     """
     passing = sum(message.bytes + message.gradient_bytes for message in messages(costs, layout.cuts).values())
-    pairs = zip(layout.replicas, stage_costs(costs, layout.cuts), strict=True)
-    return passing * microbatches + sum(2 * (count - 1) * stage.parameter_bytes for count, stage in pairs)
+    among_replicas = sum(
+        (count - 1) * (2 * stage.parameter_bytes + count * stage.statistics_bytes + microbatches * stage.result_bytes)
+        for count, stage in zip(layout.replicas, stage_costs(costs, layout.cuts), strict=True)
+    )
+    return passing * microbatches + among_replicas

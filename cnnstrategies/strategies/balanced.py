@@ -34,7 +34,8 @@ class BalancedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogether
             ``[3, 1]`` rank 0 gets three quarters of the samples. ``equal`` gives all ranks the same number of samples.
             ``auto`` begins with ``initial_shares`` and measures each rank's time per sample during training. If new
             shares would make a step more than 3 % faster, ``auto`` changes to the new shares.
-        max_samples: Largest number of samples of a global batch that one rank may get; by default no limit.
+        max_samples: Largest number of samples of a global batch that one rank may get, or a list with a number for each
+            rank; by default no limit.
         initial_shares: The shares with which ``auto`` begins: ``equal``, or a list as for ``shares``. The command
             ``plan`` writes such a list from the speeds in a cluster file.
         **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`, except ``ddp_comm_hook``.
@@ -50,7 +51,7 @@ class BalancedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogether
     def __init__(
         self,
         shares: Literal["auto", "equal"] | list[float] = "auto",
-        max_samples: int | None = None,
+        max_samples: int | list[int] | None = None,
         initial_shares: Literal["equal"] | list[float] = "equal",
         **kwargs: Any,
     ) -> None:

@@ -36,7 +36,8 @@ def propose(
         step: Measured time of a step with the current shares, in seconds.
         fitting: Estimated number of samples that fit into each rank's memory; infinite if not known.
     """
-    limits = [max(count, min(fits, deals.most)) for count, fits in zip(counts, fitting, strict=True)]
+    most = deals.most if isinstance(deals.most, tuple) else (deals.most,) * len(counts)
+    limits = [max(count, min(limits)) for count, *limits in zip(counts, fitting, most, strict=True)]
     return proposal(counts, seconds, step, deals.least, limits)
 
 

@@ -31,7 +31,8 @@ class Dealing:
     Args:
         strategy: The strategy that divides its batches.
         shares: A list with one share for each rank; ``equal``; or ``auto`` for measured shares.
-        most: Largest number of samples of a global batch that a rank may get; None for no limit.
+        most: Largest number of samples of a global batch that a rank may get: one number for all ranks, or a list with
+            a number for each rank; None for no limit.
         initial: The shares with which ``auto`` begins: a list, or ``equal``.
 
     Raises:
@@ -39,10 +40,14 @@ class Dealing:
     """
 
     def __init__(
-        self, strategy: DDPStrategy, shares: Shares, most: int | None = None, initial: Shares = "equal"
+        self,
+        strategy: DDPStrategy,
+        shares: Shares,
+        most: int | Sequence[int] | None = None,
+        initial: Shares = "equal",
     ) -> None:
         check_initial(initial, shares)
-        if most is not None and most < 1:
+        if most is not None and min(most if isinstance(most, Sequence) else [most], default=0) < 1:
             raise ConfigurationError(f"max_samples={most}: a rank needs at least 1 sample; use 1 or more")
         self.shares = shares
         self._initial = initial if shares == "auto" else shares
@@ -52,11 +57,14 @@ class Dealing:
         self._deals: Deals | None = None
 
     def check(self) -> None:
-        """Raise a ConfigurationError if the number of shares differs from the number of ranks.
+        """Raise a ConfigurationError if the number of shares or of limits differs from the number of ranks.
 
         Call this before processes start.
         """
-        check_count(self._initial, self._strategy.num_nodes * self._strategy.num_processes)
+        processes = self._strategy.num_nodes * self._strategy.num_processes
+        check_count(self._initial, processes)
+        if isinstance(self._most, Sequence):
+            check_count(self._most, processes, "max_samples")
 
     @property
     def deals(self) -> Deals:
@@ -67,7 +75,8 @@ class Dealing:
                 [1] * self._strategy.world_size if isinstance(self._initial, str) else self._initial
             )
             least = NORMALISED_TOGETHER if module is not None and has_batch_norm(module) else 1
-            self._deals = Deals(shares, least, inf if self._most is None else self._most)
+            most = tuple(self._most) if isinstance(self._most, Sequence) else self._most
+            self._deals = Deals(shares, least, inf if most is None else most)
         return self._deals
 
     def begin(self, gather: Callable[[], GatherRows]) -> None:

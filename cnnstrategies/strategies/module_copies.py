@@ -1,12 +1,15 @@
 """Copies of a LightningModule whose steps leave no trace in the module: they log, count and store nothing there."""
 
 import copy
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from itertools import count
+from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -17,16 +20,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from cnnstrategies._torch_private import OperationMode
+from cnnstrategies._torch_private import LoaderIterator, OperationMode
 from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.placed.operations import operation_of
 
 FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
 # Classes of objects that a copy shares with the original module, because copying them would take time or break them.
 _SHARED = (
-    *(type, FunctionType, ModuleType, torch.device, torch.dtype, torch.Generator),
+    *(type, FunctionType, ModuleType, torch.device, torch.dtype),
     *(nn.Module, Optimizer, Dataset, DataLoader, Trainer, LightningDataModule),
 )
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+# Iterators whose copy is independent of the original.
+_COPIED_ITERATORS: tuple[type[Any], ...] = (count, type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 class MutedTrainer:
@@ -225,6 +231,19 @@ def _copied_module(module: nn.Module, made: dict[int, Any]) -> Any:
     return copied
 
 
+class _Spared:
+    """Stands for an iterator that cannot be copied. A step on a copy of a module must not take elements from it."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __iter__(self) -> "_Spared":
+        return self
+
+    def __next__(self) -> Any:
+        raise RuntimeError("a trial of a step does not take elements from an iterator that the module keeps")
+
+
 def _copied(value: Any, made: dict[int, Any], depth: int = 3) -> Any:
     if id(value) in made:
         return made[id(value)]
@@ -236,6 +255,12 @@ def _copied(value: Any, made: dict[int, Any], depth: int = 3) -> Any:
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if value is None or isinstance(value, (str, int, float, bytes, *_SHARED)) or not depth:
         return value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, (*_GENERATORS, *_COPIED_ITERATORS)):
+        return copy.deepcopy(value)
+    if isinstance(value, (LoaderIterator, GeneratorType)):
+        return _Spared(value)
     if isinstance(value, (list, set, dict)):
         result: Any = copy.copy(value)
         if len(value) <= FEW and isinstance(value, list):

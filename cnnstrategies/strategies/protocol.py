@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cnnstrategies.paramserver.membership import Membership
     from cnnstrategies.paramserver.worker.connections import Counters
     from cnnstrategies.pipeline.task_times import MeasuredPipeline
+    from cnnstrategies.planning.memory import PeakMemory
     from cnnstrategies.shares import Deals
     from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
@@ -205,6 +206,15 @@ class StrategyFacts:
         The value is None unless devices hold different parameters.
         """
         return None
+
+    @property
+    def predicted_peaks(self) -> "Sequence[PeakMemory]":
+        """Predicted peak memory of each rank in a training step, in rank order.
+
+        The sequence is empty unless the strategy has planned its layout. `strategies.predicted_memory` predicts the
+        peaks of strategies whose ranks have the whole network.
+        """
+        return ()
 
     @property
     def batch_shares(self) -> "Deals | None":

@@ -17,6 +17,8 @@ from cnnstrategies.cli import main
 from cnnstrategies.cluster import doctor
 from cnnstrategies.cluster.doctor import examine_alone
 from cnnstrategies.commands import doctor as command
+from cnnstrategies.planning.devices import read_devices
+from cnnstrategies.runtime.host_memory import host_memory
 
 reason = missing()
 
@@ -71,6 +73,11 @@ def test_without_other_hosts_the_doctor_checks_this_machine(
     assert code == 0
     assert torch.__version__ in output
     assert "docs/doctor.md" in output
+    (text,) = re.findall(r'plan --config YOURS --have "(.*)"', output.replace("\n", " "))
+    devices = read_devices(text, "have")
+    assert devices[0].speed == 1
+    if not Path("/proc/driver/nvidia").exists():  # Asking torch would make forks impossible.
+        assert devices[0].memory == pytest.approx(host_memory(), rel=0.1)
     monkeypatch.setattr(doctor, "shared_memory", lambda: 2**26)
     (tmp_path / "0000:01:00.0").mkdir()
     little, output = run_cli("doctor")

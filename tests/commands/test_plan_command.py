@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from cnnstrategies.commands.arguments.options import COMMANDS
+from cnnstrategies.commands.plan import largest
 from cnnstrategies.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,14 @@ def test_missing_or_invalid_options_are_named(files: list[str]) -> None:
         ([profile, cluster], "profile_batch is missing"),
         ([profile, batch], "cluster is missing: give a YAML file"),
         (file_options, "batch_size is missing: give the number of samples in a step"),
+        ([*file_options, "--have=1x8GiB"], "have='1x8GiB' and cluster=.* both describe the devices: leave one"),
+        ([profile, batch, "--have=1x8GiB"], "bandwidth is missing: --have does not describe the connections"),
+        ([profile, batch, "--have=8GiB", "--bandwidth=1000"], "have='8GiB': '8GiB' is not a group of devices"),
+        ([profile, batch, "--have=doctor"], "cluster is missing: give a YAML file .* or a list of devices with --have"),
+        (
+            ["--config", QUICKSTART, "--have=3x8GiB", "--trainer.num_nodes=2"],
+            "have='3x8GiB': 3 devices do not divide evenly among the machines of trainer.num_nodes=2",
+        ),
         (
             [*file_options, "--batch_size=8", "--batch_per_device=2"],
             "batch_size and batch_per_device set the same number",
@@ -68,6 +77,58 @@ def test_missing_or_invalid_options_are_named(files: list[str]) -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             COMMANDS["plan"].run([*words])
+
+
+def test_the_error_if_nothing_fits_names_the_largest_batch(files: list[str]) -> None:
+    """The classifier has 100 MB of parameters, so a device with 300 MiB can only be a parameter server's worker."""
+    words = [*files[1:3], "--bandwidth=1000", "--batch_size=40000"]
+    message = (
+        "^no strategy fits into the devices' memory: .* comes closest, and needs .* on rank 0, whose device has 300 "
+        r"MiB: .* too much on rank 0; .* a batch of at most \d+ samples fits, with parameter_server.*: give "
+        r"--batch_size \d+"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        COMMANDS["plan"].run([*words, "--have=1x300MiB, 1x301MiB"])
+    with pytest.raises(ConfigurationError, match=r"^no strategy fits into the devices' memory: (?!.*batch of at most)"):
+        COMMANDS["plan"].run([*words, "--have=2x1MiB"])
+
+
+def test_a_plan_for_unequal_devices_shows_each_device(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*files[1:3], "--bandwidth=1000", "--batch_size=64", "--have=1x24GiB@1.0, 2x2GiB@0.4"]
+    COMMANDS["plan"].run(words)
+    text = capsys.readouterr().out
+    assert text.count("limited by") == 3
+    assert "…" not in text
+    assert re.search(r"^ +\d +2 +0\.4 +2\.00 GiB", text, re.MULTILINE)
+
+
+def test_the_largest_batch_is_predicted_and_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trial is simulated here: a rank runs out of memory with more than 90 % of the predicted batch."""
+    tried: list[int] = []
+
+    def simulated(folder: Path, file: Path) -> str | None:
+        tried.append(yaml.safe_load(file.read_text())["data"]["init_args"]["global_batch_size"])
+        return "rank 1 was ended by SIGKILL" if tried[-1] > 0.9 * tried[0] else None
+
+    monkeypatch.setattr(largest, "try_steps", simulated)
+    file = tmp_path / "largest.yaml"
+    words = ["--config", QUICKSTART, "--bandwidth=1000", "--largest_batch", f"--write={file}"]
+    COMMANDS["plan"].run([*words, "--have=1x8MiB, 1x6MiB"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Largest batch by prediction: {tried[0]} samples" in text
+    assert re.search(r"MiB \w+ \d+ \d+% memory", text)
+    assert f"Not confirmed: with {tried[0]} samples a rank ran out of memory: rank 1 was ended by SIGKILL" in text
+    assert f"Confirmed: {tried[1]} samples, with 2 steps on all 2 ranks together" in text
+    written = yaml.safe_load(file.read_text())
+    assert written["data"]["init_args"]["global_batch_size"] == tried[1]
+    assert written["trainer"]["devices"] == 2
+    monkeypatch.setattr(largest, "try_steps", lambda folder, file: "killed")
+    with pytest.raises(SystemExit):
+        COMMANDS["plan"].run([*words, "--have=1x8MiB, 1x6MiB"])
+    with pytest.raises(ConfigurationError, match="largest_batch: not even one sample for each of the 2 devices fits"):
+        COMMANDS["plan"].run([*words, "--have=2x1KiB"])
 
 
 def test_a_configuration_is_measured_and_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

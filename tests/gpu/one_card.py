@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies.predicted_memory import predicted_peaks
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
 LOST_AT = 3  # Step in which the check `lost` kills a rank.
@@ -44,6 +45,35 @@ class Held(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Save the whole network now, because after the fit a rank has its own part only."""
         trainer.save_checkpoint(f"{self.folder}/own.ckpt")
+
+
+class Peaks(Callback):
+    """Writes the predicted and the real peak memory of this rank to a file, in bytes.
+
+    The real peak is that of torch's allocator on the card, without the first step, in which cuDNN tries algorithms.
+
+    Args:
+        folder: Folder for the files.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.predicted = 0
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        """Predict the peak of a step."""
+        peaks = predicted_peaks(trainer, BATCH // trainer.world_size)
+        self.predicted = peaks[trainer.global_rank].total if peaks else 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Begin to measure after the first step."""
+        if ON_GPU and trainer.global_step == 1:
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Write both numbers. Without a GPU, the real peak is 0."""
+        real = torch.cuda.max_memory_allocated() if ON_GPU else 0
+        Path(f"{self.folder}/{trainer.global_rank}.json").write_text(json.dumps([self.predicted, real]))
 
 
 class InTurn(LightningModule):
@@ -91,6 +121,7 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
         images = images.double()
     callbacks: list[Callback] = [NoWaits()] if options.get("no_waits") else []
     callbacks += [Lost()] if options.get("lost") else []
+    callbacks += [Peaks(options["peaks"])] if "peaks" in options else []
     module: LightningModule = ImageClassifier(network(), 10, SGD, compile_backend=options.get("compile"))
     if "held" in options:
         module = InTurn()
@@ -130,7 +161,7 @@ def main() -> None:
             replicas=replicas, schedule=options.get("schedule", "1f1b"), cuts=options.get("cuts"), microbatches=4
         )
     elif name == "parameter_server":
-        strategy = ParameterServerStrategy()
+        strategy = ParameterServerStrategy(mode=options.get("mode", "sync"))
     learned = train(strategy, ranks, shards, options)
     if os.environ.get("NODE_RANK", "0") == "0":
         torch.save(learned, file)

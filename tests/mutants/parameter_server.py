@@ -9,12 +9,13 @@ import test_codecs
 import test_combiner
 import test_control_sockets
 import test_given_out_samples
+import test_parameter_server_precision
 import test_security
 import test_shared_slices
 import test_step
 import test_supervision
 import test_torch_group
-from mutants.faulty import removes, replaces
+from mutants.faulty import FAILURES, removes, replaces
 
 from cnnstrategies.data.sampling import items_of
 from cnnstrategies.paramserver.combiner.shared_state import SharedState
@@ -25,6 +26,7 @@ from cnnstrategies.paramserver.drivers.sockets import allow_files
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint, prove
 from cnnstrategies.paramserver.services import passed_on_termination
 from cnnstrategies.paramserver.supervision import Watched
+from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler
 from cnnstrategies.strategies.parameter_server.loader import check_data
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.parameter_server.torch_group import WorkerExchange
@@ -170,3 +172,25 @@ def a_server_ignores_the_termination_signal_while_it_starts(original):
             return registered.enter_context(original())(membership)
 
         yield passed_to
+
+
+# Steps that a gradient scaler skips
+
+
+@replaces(
+    JointScaler.agree,
+    killed_by=test_parameter_server_precision.test_all_workers_skip_the_steps_of_one_process,
+    noticed_by=(*FAILURES, FileNotFoundError),  # The run ends without a checkpoint.
+    case=test_parameter_server_precision.CASES["clipping"],
+)
+def only_the_worker_with_the_infinite_gradient_skips_the_step(original, self, is_infinite):
+    return is_infinite
+
+
+removes(
+    JointScaler.__init__,
+    "the gradients of fused optimizers are sent without division by the loss scale",
+    killed_by=test_parameter_server_precision.test_all_workers_skip_the_steps_of_one_process,
+    noticed_by=(*FAILURES, FileNotFoundError),
+    case=test_parameter_server_precision.CASES["fused, on a simulated GPU"],
+)

@@ -43,7 +43,7 @@ removes(
 )
 
 
-@replaces(StatisticsTable.update, killed_by=test_batch_norm.test_running_statistics_of_batch_norm_equal_one_process)
+@replaces(StatisticsTable.send, killed_by=test_batch_norm.test_running_statistics_of_batch_norm_equal_one_process)
 def running_statistics_cover_only_the_replicas_own_microbatches(original, self, group):
     original(self, None)
 

@@ -4,12 +4,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from node_simulation import DENSE, simulate
+from node_simulation import DENSE, LateCopies, simulate
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.combiner import worker as worker_module
 from cnnstrategies.paramserver.combiner.shared_state import SharedState, open_shared, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.drivers.staging import Staging
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
@@ -34,6 +36,25 @@ def test_workers_notice_their_own_removal_and_a_leader_that_went_back() -> None:
     shared_states[1].lead(5)
     with pytest.raises(ServersUnreachableError, match="gone back to step 5, but this node has already begun step 7"):
         worker.begin_step((), 1)
+
+
+def test_a_new_leader_ends_its_own_copies_before_the_servers_values_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a late copy of the earlier leader's value would overwrite the value from the servers."""
+    parameters, alive, copies = [torch.zeros(2)], {0, 1}, LateCopies()
+    monkeypatch.setattr(worker_module, "staging_for", lambda values: Staging(values, copies))
+    states = {rank: SharedState(memoryview(bytearray(size_of(parameters))), parameters) for rank in range(2)}
+    engine = Mock()
+    engine.join = lambda has: parameters[0].fill_(2.0) is None or 7
+    worker = CombinedWorker(1, states, parameters, lambda on_arrival: engine, lambda: alive, lambda: None, DENSE)
+    states[0].publish_value(0, torch.ones(2), 2 * 7)
+    states[0].lead(7)
+    assert worker.join() == 7
+    assert parameters[0].tolist() == [0.0, 0.0], "the copy is late"
+    alive.discard(0)
+    worker.begin_step((), 1)
+    for event in list(copies.queue):
+        event.synchronize()
+    assert parameters[0].tolist() == [2.0, 2.0]
 
 
 def test_memory_of_another_nodes_process_is_refused_by_name() -> None:

@@ -331,8 +331,8 @@ class World:
         part = tensor.detach().clone()
         return self._collective("broadcast", part, tensor, lambda parts: parts[source], group, async_op)
 
-    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, group: Any = None) -> Any:
-        return self._collective("all_gather", tensor.detach().clone(), output, torch.cat, group)
+    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return self._collective("all_gather", tensor.detach().clone(), output, torch.cat, group, async_op)
 
     def barrier(self, group: Any = None) -> None:
         self._collective("barrier", torch.zeros(0), torch.zeros(0), lambda parts: parts[0], group)

@@ -1,36 +1,46 @@
 """Tests of a stage's transfers: how many are under way at once, and how devices are sent."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.channels import MOST_EVALUATION_SENDS, Channels
 from cnnstrategies.pipeline.tensor_headers import pack
 from cnnstrategies.pipeline.timetable import Placement, RankPlace, Task, turns
+from cnnstrategies.pipeline.transport import Pending
 
 TURN = turns((1, 1), 20, "1f1b")
 
 
 class SlowTransport:
-    """A transport that holds each tensor until its ``wait``, like a slow link."""
+    """A transport that holds each tensor until its ``wait``, like a slow link.
 
-    rank, place, device = 1, RankPlace(1, 0), torch.device("cpu")
+    Args:
+        stage: Stage of the rank.
+    """
+
+    device = torch.device("cpu")
     placement = Placement((1, 1), microbatches=20)
 
-    def __init__(self) -> None:
+    def __init__(self, stage: int = 1) -> None:
+        self.rank, self.place = stage, RankPlace(stage, 0)
         self.under_way: list[Tensor] = []
         self.most = 0
 
     def send(self, tensor: Tensor, target: int, tag: int, content: str) -> Any:
         self.under_way.append(tensor)
         self.most = max(self.most, len(self.under_way))
-        return SimpleNamespace(wait=lambda: self.under_way.pop(0))
+        return SimpleNamespace(begin=lambda: None, wait=lambda: self.under_way.pop(0))
 
     def send_object(self, value: Any, target: int, content: str) -> list[Any]:
-        return []
+        return [self.send(wire, target, 0, content) for wire in value[1]]
+
+    def receive(self, tensor: Tensor, source: int, tag: int, content: str) -> Any:
+        return Pending(lambda: SimpleNamespace(wait=lambda: None), tensor.fill_(1), nullcontext)  # type: ignore[arg-type, return-value]
 
 
 def test_unsent_gradients_on_a_slow_link_do_not_accumulate() -> None:
@@ -45,6 +55,33 @@ def test_unsent_gradients_on_a_slow_link_do_not_accumulate() -> None:
     assert transport.most == 6, "gradients of three microbatches, each with a message that says which gradients exist"
     channels.finish()
     assert transport.under_way == []
+
+
+def sender() -> tuple[Channels, Any]:
+    """Return the channels of a first stage that sends one tensor for each microbatch, and their transport."""
+    transport: Any = SlowTransport(0)
+    graph: Any = SimpleNamespace(names_from={}, names_to={1: ["x"]})
+    return Channels(graph, TURN, transport, ask_for_all=False), transport
+
+
+def test_sent_activations_are_kept_only_until_their_gradients_arrive() -> None:
+    channels, transport = sender()
+    channels.plan([Task("backward", 0, microbatch) for microbatch in range(3)], lambda _: "a size")
+    for microbatch in range(3):
+        channels.send_forward(microbatch, "a size", {"x": torch.zeros(2, requires_grad=True)}, training=True)
+    channels.exchange(0, math.inf)
+    for microbatch in range(3):
+        assert len(transport.under_way) == 3 - microbatch
+        (gradients,) = channels.receive_backward(microbatch).values()
+        assert len(gradients) == 1
+    assert not transport.under_way
+
+
+def test_evaluation_does_not_keep_the_activations_of_all_microbatches() -> None:
+    channels, transport = sender()
+    for microbatch in range(20):
+        channels.send_forward(microbatch, "a size", {"x": torch.zeros(2)}, training=False)
+    assert transport.most == MOST_EVALUATION_SENDS + 1
 
 
 def test_a_device_that_the_network_reads_is_the_device_of_each_stage() -> None:

@@ -13,7 +13,6 @@ import torchvision
 from ranks import run_apart
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, check_backend, divide
@@ -153,8 +152,6 @@ class Changing(nn.Module):
             case "inference":
                 with torch.inference_mode():
                     x = self.block(x)
-            case "checkpoint":
-                x = checkpoint(self.block, x, use_reentrant=False)
             case "random" if random.random() < 2:
                 x = self.block(x)
             case "numpy" if np.random.rand() < 2:
@@ -175,7 +172,6 @@ class Changing(nn.Module):
 
 FIXED = {
     "inference": "block computes under torch.no_grad or torch.enable_grad, .* use .detach()",
-    "checkpoint": "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing",
     "random": "Changing: its forward draws random numbers with random to choose",
     "numpy": "Changing: its forward draws random numbers with numpy.random",
     "torch": "Changing: its forward draws random numbers with torch",

@@ -426,8 +426,17 @@ def test_a_block_that_leaves_autocast_stays_whole_and_computes_as_on_one_device(
     )
     with pytest.raises(ConfigurationError, match=reason):
         Division(network, ["1.first"])
-    with pytest.raises(ConfigurationError, match=r"the network's forward computes under torch.utils.checkpoint"):
-        Division(Nasty("checkpoint"), ["inner.0"])
+
+
+def test_what_the_own_forward_calls_by_a_checkpoint_is_traced_as_if_called_without() -> None:
+    network = Nasty("checkpoint").double()
+    whole, images = copy.deepcopy(network), torch.randn(3, 4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="saves no memory in a pipeline.*activation_checkpointing"):
+        division = Division(network, ["inner.0"])
+    whole(images).square().sum().backward()
+    assert torch.equal(train_in_stages(division, images), whole(images))
+    for mine, theirs in zip(network.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
 
 
 class Rotating(nn.Module):

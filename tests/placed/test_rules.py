@@ -338,6 +338,31 @@ def inference(a, b):
         ]
 
 
+def packed_sequences(a, b):
+    a.requires_grad_()
+    sequences = torch.stack([a, b, a * b], 1)
+    lengths = b.argmax(1).clamp(1, 3).sort(descending=True).values
+    packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, batch_first=True)
+    padded, sizes = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=3)
+    (padded * padded).sum().backward()
+    return [a.grad, sizes.tolist(), packed.batch_sizes.tolist()]
+
+
+def sparse_gradients(a, b):
+    results = []
+    for layer in (nn.Embedding, nn.EmbeddingBag):
+        for index in (torch.tensor([[0, 1], [2, 1], [1, 1]]), b.topk(2).indices % 3):
+            table = layer(3, 4, sparse=True, dtype=a.dtype, _weight=nn.Parameter(a.detach().clone()))
+            optimizers = [torch.optim.SparseAdam(table.parameters(), 0.1), torch.optim.Adagrad(table.parameters(), 0.1)]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                (table(index).sum() * b.detach().sum() + table(index).square().sum()).backward()
+                results += [table.weight.grad.is_sparse, table.weight.grad.coalesce().values().sum().item()]
+                optimizer.step()
+            results.append(table.weight)
+    return results
+
+
 def vectorised(a, b):
     return [
         torch.vmap(torch.dot)(a, b),
@@ -477,14 +502,20 @@ PROGRAMS = [
     layers,
     optimizers,
     inference,
+    packed_sequences,
+    sparse_gradients,
     vectorised,
     metadata,
     new_tensors,
 ]
 
 
-SLOW = (optimizers, losses, layers, vectorised)
-ASKS_FOR_CUDA = (optimizers, recomputed)  # torch then asks how many GPUs there are. Such tests need their own process.
+SLOW = (optimizers, losses, layers, vectorised, sparse_gradients)
+ASKS_FOR_CUDA = (
+    optimizers,
+    recomputed,
+    sparse_gradients,
+)  # torch then asks how many GPUs there are. Such tests need their own process.
 
 
 @pytest.mark.light

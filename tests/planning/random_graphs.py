@@ -4,12 +4,14 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
+from cnnstrategies.planning.devices import Device
 from cnnstrategies.planning.predict import Predictor
 
 MOST_NODES = 6  # For clusters of several devices per machine, which allow more layouts.
@@ -132,3 +134,38 @@ def excess(planner: Predictor) -> float:
         if planner.problem.bound(layout) < best:  # Otherwise the layout cannot be better; another test checks bounds.
             best = min(best, planner.time(layout))
     return search_time / best
+
+
+def with_unequal_memories(planner: Predictor, rng: random.Random) -> Predictor:
+    """Return a predictor for the same job on devices with random speeds and memories, of which some are too small.
+
+    The memories are drawn from the memory that random layouts need, so that some layouts fit and others do not.
+    """
+    layouts = list(all_layouts(planner))
+    needed = [
+        memory
+        for layout in rng.sample(layouts, min(6, len(layouts)))
+        for memory in planner.device_memory(layout, planner.job.run_ahead or False)
+    ]
+    devices = tuple(
+        Device(rng.choice([0.25, 0.6, 1.0, 1.0]), rng.choice([None, *(int(size * 1.02) for size in needed)]))
+        for _ in range(planner.job.cluster.devices)
+    )
+    cluster = Cluster.connected(devices, planner.job.cluster.hosts[0].inside)
+    return Predictor(replace(planner.job, cluster=cluster))
+
+
+def best_of_all(planner: Predictor) -> float:
+    """Return the least predicted time of all layouts with all numbers of microbatches of each device.
+
+    The time is infinite if none of them fits into memory.
+    """
+    best = inf
+    for layout in all_layouts(planner):
+        deals = [compositions(planner.problem.microbatches, count) for count in layout.replicas]
+        for counts in itertools.product(*deals):
+            shares = tuple(itertools.chain(*counts))
+            shared = Predictor(replace(planner.job, shares=shares))
+            if shared.problem.bound(layout) < best:
+                best = min(best, shared.time(layout))
+    return best

@@ -1,5 +1,6 @@
 """Tests of cluster files: the cluster that a file describes, and error messages with file, key and accepted values."""
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_cluster_file_becomes_devices_and_links(tmp_path: Path) -> None:
     cluster = read(FILE, tmp_path)
     assert cluster.host_of == (0,) * 4 + (1,) * 4 + (2,) * 2
     assert cluster.speeds == (1.0,) * 8 + (0.5,) * 2
-    assert cluster.memory == 16 * 2**30
+    assert cluster.memories == (16 * 2**30,) * 8 + (inf,) * 2
     assert cluster.link(0, 3) == Link(12e9, 10 * 1e-6)
     assert cluster.link(0, 4) == Link(0.625e9, 50 * 1e-6), "10 Gbit/s at an efficiency of 0.5"
     assert cluster.link(8, 9).work == pytest.approx(7e-5)

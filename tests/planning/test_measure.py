@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_cuda import simulate
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
@@ -67,6 +68,7 @@ def test_nodes_cost_time_and_bytes(microbatch: Tensor) -> None:
         "shared parameters count once"
     )
     assert nodes["mul"].parameter_bytes == network.scale.nbytes
+    assert {node.name: node.statistics_bytes for node in costs.nodes if node.statistics_bytes} == {"norm": 16 * 16}
     assert nodes["halves"].parameter_bytes > nodes["halves_1"].parameter_bytes == 0
     position = {node.name: index for index, node in enumerate(costs.nodes)}
     assert position["halves_1"] not in costs.cut_positions, "uses of the same parameters stay together"
@@ -210,6 +212,20 @@ def test_a_batch_that_would_take_too_long_is_measured_with_fewer_samples(monkeyp
         assert seen == expected
         assert result.costs.microbatch_size == expected[-1]
         assert len(result.at(size).nodes) == 2
+
+
+def test_a_time_covers_the_devices_own_work_and_no_earlier_work() -> None:
+    with simulate():
+        tensor = torch.ones(2).to("cuda")
+        earlier, later = (torch.empty(2, pin_memory=True) for _ in range(2))
+        earlier.copy_(tensor, non_blocking=True)
+
+        def work() -> None:
+            assert torch.equal(earlier, torch.ones(2)), "the time began before the device was ready"
+            later.copy_(tensor, non_blocking=True)
+
+        measure_nodes.timed(work, tensor.device)
+        assert torch.equal(later, torch.ones(2)), "the time ended before the device had finished"
 
 
 def test_a_network_is_restored_after_an_error() -> None:

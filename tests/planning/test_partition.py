@@ -57,17 +57,16 @@ def test_no_device_holds_more_microbatches_than_predicted() -> None:
     for _ in range(30):
         planner = with_unequal_devices(random_question(rng), rng)
         for layout, run_ahead in itertools.product(all_layouts(planner), (False, True)):
-            first, problem = 0, planner.problem
+            problem = planner.problem
             tasks = timetable(
-                layout.replicas, problem.microbatches, planner.job.schedule, run_ahead, problem.shares(layout.replicas)
+                layout.replicas, problem.microbatches, planner.job.schedule, run_ahead, problem.shares(layout)
             )
-            for stage, count in enumerate(layout.replicas):
-                held = [
-                    max(itertools.accumulate(1 if task.kind == "forward" else -1 for task in rank_tasks))
-                    for rank_tasks in tasks[first : first + count]
-                ]
-                assert max(held) == problem.flights(layout.replicas, stage, run_ahead)
-                first += count
+            held = [
+                max(itertools.accumulate(1 if task.kind == "forward" else -1 for task in rank_tasks))
+                for rank_tasks in tasks
+            ]
+            flights = [problem.flights(section, run_ahead) for section in problem.sections(layout)]
+            assert held == list(itertools.chain(*flights))
 
 
 def test_a_long_step_is_predicted_from_a_part_of_it() -> None:
@@ -122,7 +121,7 @@ def test_stages_run_ahead_where_messages_take_time() -> None:
     assert not predictor(costs, FAST, 2, 8).runs_ahead(layout), "running ahead gains nothing if messages take no time"
     wider = predictor(costs, slow, 4, 8)
     assert not wider.runs_ahead(Layout((18,), (3, 1))), "rounding up already allows another microbatch"
-    limited = predictor(costs, slow, 2, 8, memory_limit=max(planner.stage_memory(layout, False)))
+    limited = predictor(costs, slow, 2, 8, memory_limit=round(planner.memory(layout)))
     assert not limited.runs_ahead(layout)
     assert limited.time(layout) == planner.simulate(layout, False).step_time
     assert predictor(costs, FAST, 2, 8, run_ahead=True).runs_ahead(layout), "the user's option decides"

@@ -10,10 +10,13 @@ from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout
+from cnnstrategies.planning.candidates import CHECKPOINTINGS, Checkpointing
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.hybrid import hybrids
+from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.planning.predict import Predictor, choose_layout
+from cnnstrategies.planning.problem import Section
 from cnnstrategies.planning.report import stages_table, summary
 
 pytestmark = pytest.mark.light
@@ -40,24 +43,31 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     text = printed(made, layout)
     assert "300.0 ms for 8 samples (27 samples/s) on 2 devices, 1f1b with 4" in text
     assert "stage 0: n0 to n1\nstage 1: n2 to n3\n" in text
-    assert ["0", "1", "2", "20.00", "40.00", "800", "B", "1.0", "KiB", "24", "KiB", "80%"] in map(
+    assert ["0", "1", "2", "20.00", "40.00", "800", "B", "1.0", "KiB", "28", "KiB", "80%"] in map(
         str.split, text.splitlines()
     )
-    assert made.stage_memory(layout, False) == [
-        4 * 800 + 2 * (700 + 10000),  # 1f1b holds 2 microbatches in the first of 2 stages.
-        4 * 800 + 1 * (1000 + 10000),
-    ]
-    held, _ = plan(2, schedule="gpipe", stages=2, state_copies=2)
-    assert held.stage_memory(layout, False)[0] == 2 * 800 + 4 * (700 + 10000), "gpipe holds all microbatches"
-    light, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="always")
-    assert light.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 10000, "with checkpointing only the inputs"
-    assert light.time(layout) == pytest.approx(held.time(layout) * 4 / 3), "the forward runs twice"
-    last, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="except_last")
-    assert last.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 2 * 10000, "and the last microbatch's"
-    joined, _ = plan(2, replace(COSTS, output_bytes=50), stages=2, state_copies=2)
-    memory = [2 * 800 + 2 * (700 + 10000), 2 * 800 + 1000 + 10000 + 3 * 4 * 50]
-    assert joined.stage_memory(layout, False) == memory, "results of the whole batch are joined in the last stage"
-    assert joined.problem.memory(layout) == max(memory)
+    # In the order 1F1B the first of 2 stages holds 2 microbatches, and the images of the whole step. The gradients of
+    # the last step exist beside the sums of this step. A gradient of 1000 bytes flows, and another one arrives.
+    first = PeakMemory(800, 2 * 800, 2 * 800, 2 * 10000, messages=1000, images=4 * 700, workspaces=1000)
+    # The last stage sends two gradients back. The gradients of a node of 400 bytes are added to the sums.
+    second = PeakMemory(800, 2 * 800, 2 * 800, 10000 + 1000, messages=2 * 1000, workspaces=400)
+    assert made.stage_peaks(layout, False) == [first, second]
+    assert made.device_peaks(layout) == (first, second)
+    assert first.total == sum(first.parts().values()) == 28800
+    assert str(first).startswith("28 KiB: activations 20 KiB, images 2.7 KiB, gradients 1.6 KiB, optimizer 1.6 KiB")
+    peaks = {}
+    for checkpointing in CHECKPOINTINGS:
+        held, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing=checkpointing)
+        peaks[checkpointing] = held.stage_peaks(layout, False)[1]
+        if checkpointing == "always":
+            assert held.time(layout) == pytest.approx(plan(2, schedule="gpipe", stages=2)[0].time(layout) * 4 / 3)
+    assert peaks["never"].activations == 4 * (10000 + 1000), "gpipe holds all microbatches"
+    assert peaks["except_last"].activations == 4 * 1000 + 2 * 10000, "the last microbatch's, and one that is recomputed"
+    assert peaks["always"].activations == 3 * 1000 + 10000, "with checkpointing only the inputs"
+    joined, _ = plan(2, replace(COSTS, output_bytes=50), stages=2, state_copies=4)
+    assert joined.stage_peaks(layout, False) == [first, replace(second, outputs=3 * 4 * 50)], (
+        "results of the whole batch are joined in the last stage"
+    )
 
 
 def test_cuts_that_need_less_memory_are_preferred_if_a_step_is_hardly_longer() -> None:
@@ -71,22 +81,19 @@ def test_cuts_that_need_less_memory_are_preferred_if_a_step_is_hardly_longer() -
 
 
 @pytest.mark.parametrize(
-    ("schedule", "limit", "expected"),
-    [
-        ("gpipe", 4 * 800 + 4 * (1000 + 10000), "never"),
-        ("gpipe", 4 * 800 + 4 * 1000 + 2 * 10000, "except_last"),
-        ("gpipe", 4 * 800 + 4 * 1000 + 10000, "always"),
-        ("1f1b", 4 * 800 + 2 * (700 + 10000), "never"),
-    ],
+    ("schedule", "expected"), [("gpipe", "never"), ("gpipe", "except_last"), ("gpipe", "always"), ("1f1b", "never")]
 )
-def test_activations_are_recomputed_where_they_do_not_fit(schedule: str, limit: int, expected: str) -> None:
+def test_activations_are_recomputed_where_they_do_not_fit(schedule: str, expected: Checkpointing) -> None:
     """The order of the tasks determines how many microbatches a stage holds, and so what fits."""
-    options: dict[str, Any] = {"schedule": schedule, "stages": 2, "state_copies": 4, "activation_checkpointing": None}
-    made = predictor(COSTS, Link(bandwidth=1e12, latency=0.0), 2, 4, memory_limit=limit, **options)
+    options: dict[str, Any] = {"schedule": schedule, "stages": 2, "state_copies": 4}
+    link = Link(bandwidth=1e12, latency=0.0)
+    fitting = predictor(COSTS, link, 2, 4, activation_checkpointing=expected, **options)
+    limit = round(fitting.memory(Layout((2,), (1, 1))))
+    made = predictor(COSTS, link, 2, 4, memory_limit=limit, activation_checkpointing=None, **options)
     layout, chosen = choose_layout(made.job)
     assert chosen.job.activation_checkpointing == expected
     assert layout == Layout((2,), (1, 1))
-    assert max(chosen.stage_memory(layout, False)) == limit
+    assert chosen.memory(layout) == limit
     (candidate,) = [row for row in hybrids(made.job) if row.layout == layout]
     assert candidate.predictor.job.activation_checkpointing == expected
     assert candidate.memory == limit
@@ -118,11 +125,12 @@ def test_replicas_run_microbatches_as_fast_as_their_devices_do() -> None:
     dealt, equal = (3, 1, 4), ()
     for requested, shares, seconds in ((None, dealt, 0.32), ((3, 1, 1), dealt, 0.32), ((1, 1, 1), equal, 0.38)):
         made = predictor(COSTS, cluster, 3, 4, shares=requested)
-        assert made.problem.shares((2, 1)) == shares
+        assert made.problem.shares(layout) == shares
         assert made.time(layout) == pytest.approx(seconds)
         assert made.time(layout) >= made.problem.bound(layout)
-    assert predictor(COSTS, cluster, 3, 8).problem.dealt(0, 2) == (6, 2)
-    assert predictor(COSTS, cluster, 3, 5).problem.dealt(0, 2) == (4, 1), "the fastest whole numbers"
+    section = Section(0, 2, first=0, replicas=2)
+    assert predictor(COSTS, cluster, 3, 8).problem.dealt(section) == (6, 2)
+    assert predictor(COSTS, cluster, 3, 5).problem.dealt(section) == (4, 1), "the fastest whole numbers"
 
 
 def test_the_table_fits_80_columns() -> None:

@@ -1,6 +1,7 @@
 """Tests of the simulator and of the costs of summing gradients, against times that can be worked out by hand."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -145,3 +146,18 @@ def test_a_bucket_waits_for_its_gradients_and_for_the_previous_bucket() -> None:
     parts = [BucketCost(1.0, 10), BucketCost(2.0, 30), BucketCost(9.0, 10)]
     for rate, seconds in ((10, 10.0), (5, 11.0), (1, 1 + 10 + 30 + 10)):
         assert reduced_at(parts, 10.0, lambda size, rate=rate: size / rate) == pytest.approx(seconds)
+
+
+def test_replicas_exchange_statistics_before_the_gradients_and_results_at_the_end() -> None:
+    """The two replicas of a stage send each other 50 bytes of statistics, and 2 results of 25 bytes, at 100 bytes/s.
+
+    Forwards take 1 s and backwards 3 s. The statistics travel during the backward, and the first two of the three
+    buckets of 100 bytes as well. An all-reduce among two replicas takes as long as sending the bytes once.
+    """
+    plain = stage(1.0, 3.0, 300)
+    parts = [Task("forward", 0, 0), Task("backward", 0, 0)], [Task("forward", 0, 1), Task("backward", 0, 1)]
+    for statistics, results, bucket, expected in ((0, 0, 100, 5.0), (50, 0, 100, 5.0), (250, 0, 100, 6.5)):
+        costs = replace(plain, statistics_bytes=statistics, result_bytes=results)
+        assert simulate(parts, [costs], {}, QUICK, bucket).step_time == pytest.approx(expected)
+    costs = replace(plain, result_bytes=25)
+    assert simulate(parts, [costs], {}, QUICK, 100).step_time == pytest.approx(5.25)

@@ -27,6 +27,11 @@ def main():
     if "tells" in sys.argv:
         print("This trial has failed: no such row\\nThis trial has failed: connection closed")
         sys.exit(1)
+    if "killed" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "lost" in sys.argv:
+        print("The run cannot continue: rank 1 was ended by SIGKILL, which the system sends when memory runs out")
+        sys.exit(1)
     if "fails" in sys.argv:
         raise MemoryError("can't allocate memory")
 """
@@ -65,3 +70,11 @@ def test_a_trial_reports_its_end_and_ends_all_its_processes(start):
     assert waiting.process.exitcode == -signal.SIGTERM
     assert "ended by SIGTERM" in waiting.cause()
     assert not kill_group(group, 10), "a process that the trial started is still running"
+
+
+def test_a_run_that_is_out_of_memory_is_recognised(start):
+    """An allocator's error, a killed rank 0 and another killed rank are out of memory; other failures are not."""
+    programs = [start(word) for word in ("fails", "killed", "lost", "tells")]
+    for program in programs:
+        program.process.join(30)
+    assert [program.ran_out_of_memory() for program in programs] == [True, True, True, False]

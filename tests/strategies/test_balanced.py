@@ -235,6 +235,7 @@ def test_impossible_shares_are_refused_before_processes_start():
         ({"shares": [3, 0]}, r"shares=\[3, 0\]: set a share above 0 for each rank"),
         ({"shares": "best"}, "shares='best': use auto, equal or a list"),
         ({"max_samples": 0}, "max_samples=0: a rank needs at least 1 sample"),
+        ({"max_samples": [8, 0]}, r"max_samples=\[8, 0\]: a rank needs at least 1 sample"),
         (
             {"shares": [3, 1], "initial_shares": [3, 1]},
             r"initial_shares=\[3, 1\] has no effect with shares=\[3, 1\]",
@@ -245,6 +246,8 @@ def test_impossible_shares_are_refused_before_processes_start():
             BalancedDDPStrategy(**options)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] has length 2, but there are 3 processes"):
         quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)
+    with pytest.raises(ConfigurationError, match=r"max_samples=\[8, 4\] has length 2, but there are 3 processes"):
+        quiet_trainer(BalancedDDPStrategy(max_samples=[8, 4]), 3).strategy.launcher.launch(print)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for `mode: sync`, not `mode: local`"):
         ParameterServerStrategy("local", shares=[3, 1])
     with pytest.raises(ConfigurationError, match=r"initial_shares=\[3, 1\] has no effect with shares=equal"):

@@ -36,6 +36,7 @@ def test_no_proposed_share_exceeds_a_ranks_memory():
         ((inf, inf), inf, (51, 13)),
         ((40.0, inf), inf, (40, 24)),
         ((40.0, inf), 36, (36, 28)),
+        ((inf, inf), (45, 64), (45, 19)),
         ((20.0, 9.0), inf, None),  # Each rank keeps its share.
     ):
         proposal = balancing.propose(now, Deals([1, 1], 1, most), seconds, 128.0, fits)

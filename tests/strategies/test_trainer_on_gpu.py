@@ -24,6 +24,7 @@ from cnnstrategies.callbacks import GracefulStop, graceful_stop
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies.balancing import Balance
 
 STEPS = 3
 PROFILE = partial(measure.profile, repeats=1)  # The profile must run, but its times are irrelevant here.
@@ -131,9 +132,24 @@ class Waits(Callback):
             if trainer.world_size == 2:
                 strategy.lightning_module_state_dict()
                 assert self.late.is_settled, "a checkpoint has right weights"
+        _check_stopwatches(trainer)
         validation = self.steps["validation"]
         waits = [self.steps["training"][-2], validation[1] if validation else Counter()]
         torch.save(waits, f"waits{trainer.global_rank}")  # A parameter server's worker is another process.
+
+
+def _check_stopwatches(trainer: Trainer) -> None:
+    """Check that the stopwatches for shares measure the device's time: an event of a simulated GPU takes 1 ms."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for stopwatch in (
+        watch for callback in callbacks if isinstance(callback, Balance) for watch in callback.watchers()
+    ):
+        stopwatch.clear()
+        stopwatch.begin()
+        stopwatch.end()
+        measured = stopwatch.take() or stopwatch.take()  # The first query finds an event pending.
+        on_device = trainer.strategy.root_device.type == "cuda"
+        assert [time.seconds == 1e-3 for time in measured] == [on_device]
 
 
 class Case(NamedTuple):
@@ -147,6 +163,8 @@ class Case(NamedTuple):
         has_length: Whether the dataset has a length.
         waits: Number of times that the host may wait in a step.
         dropout: Probability of dropout in the network.
+        is_graceful: Whether signals stop the run by the callback `GracefulStop`, and not by Lightning's own handler.
+        clip: Largest norm of the gradients; None for no clipping.
     """
 
     strategy: Callable[[], Any]
@@ -156,6 +174,8 @@ class Case(NamedTuple):
     has_length: bool = True
     waits: int = 0
     dropout: float = 0.0
+    is_graceful: bool = True
+    clip: float | None = None
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
@@ -209,9 +229,10 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         accelerator="gpu" if kind == "cuda" else "cpu",
         max_epochs=1,
         limit_train_batches=STEPS,
-        callbacks=[waits := Waits(), GracefulStop()],
+        callbacks=[waits := Waits(), *[GracefulStop()] * case.is_graceful],
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
+        gradient_clip_val=case.clip,
     )
     loader = DataLoader(data if case.has_length else Endless(data), 8, pin_memory=kind == "cuda")
     validation = DataLoader(Subset(data, range(17 * world)), 8, pin_memory=kind == "cuda")
@@ -250,16 +271,19 @@ ALONE = [
     Case(lambda: "auto", RECIPE, precision="bf16-mixed"),
     # The host waits for the last gradient, and checks whether a callback, here `Waits`, has changed a weight.
     Case(partial(served, "sync"), waits=2, dropout=0.2),
+    # The loss scaler also reads whether a step must be skipped.
+    Case(partial(served, "sync"), RECIPE, precision="16-mixed", waits=3),
     Case(partial(served, "local"), waits=2 * len(list(network(0.0).parameters())), dropout=0.2),
 ]
 TOGETHER = [
-    Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed"),
+    Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed", clip=0.1),
     # In half precision, torch's loss scaler reads whether a step must be skipped.
     Case(
         partial(piped, activation_checkpointing="except_last"), module=OwnModule, precision="16-mixed",
         has_length=False, waits=2,
     ),
-    Case(piped, module=BuiltLate, waits=1),
+    # Without `GracefulStop`, Lightning creates, sends and reads a flag in each step.
+    Case(piped, module=BuiltLate, waits=3, is_graceful=False),
     # The loss scaler reads whether a step must be skipped.
     Case(piped, RECIPE, precision="16-mixed", waits=1),
 ]  # fmt: skip

@@ -21,6 +21,7 @@ SELECTION = (
     *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "lottery_ticket"),
     *("global_list", "kept_features", "grad_cam", "wasserstein_penalty", "gathered_contrast"),
     *("noise_in_hooks", "reversible_blocks", "asks_the_strategy"),
+    *("own_randomness", "normalised_twice", "unpacked_batch"),
 )
 
 

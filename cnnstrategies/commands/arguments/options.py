@@ -8,13 +8,17 @@ import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
 from cnnstrategies.commands.arguments.command import Command, Configuration, declare, option, positional
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, Size
 
+if TYPE_CHECKING:
+    from cnnstrategies.planning.devices import Device
+
+DOCTOR = "doctor"  # Value of `plan --have` for the devices that `doctor` finds.
 COMMANDS: dict[str, Command] = {}  # Commands by name. The help lists them in this order.
 PROGRAMS: dict[str, Command] = {}  # Programs of this package other than `cnnstrategies`, by name.
 command = partial(declare, COMMANDS)
@@ -162,6 +166,12 @@ class PlanOptions:
         profile_batch: Number of samples in the batch with which the profile was measured.
         cluster: YAML file that describes the machines. By default there are ``trainer.devices`` x ``trainer.num_nodes``
             devices of the same speed, with equal connections between all devices.
+        have: Devices with unequal memories and speeds, in the order of the ranks, such as ``"1x24GiB@1.0,
+            2x8GiB@0.4"``: a number of devices, the memory of each, and the speed relative to the device that is
+            measured. With ``doctor``, the devices are those that ``cnnstrategies doctor`` finds on this machine. The
+            command then prints the three best plans with each device's peak memory, and writes the best plan.
+        largest_batch: Find the largest global batch that fits into the devices' memory by prediction, and confirm it
+            with one step on this machine.
         bandwidth: Bandwidth of the connections in Mbit/s, if ``--cluster`` is not given. By default the bandwidth
             between two processes on this machine is measured.
         latency: Latency of the connections in ms. It is used only with ``--bandwidth``.
@@ -172,13 +182,16 @@ class PlanOptions:
             sets them.
         optimizer_states: Number of values that the optimizer stores for each parameter: 2 for Adam, 1 for SGD with
             momentum. By default it is read from the configuration's optimizer. Without a configuration it is 2.
-        write: YAML file for the best strategy. Pass the file to ``fit`` as an additional ``--config``.
+        write: YAML file for the best strategy. Pass the file to ``fit`` as an additional ``--config``. With ``--have``
+            and a configuration the file is plan.yaml by default, and contains the whole configuration.
         timetable: PNG file for a drawing of the hybrid pipeline's predicted timetable.
     """
 
     profile: Path | None = None
     profile_batch: int | None = None
     cluster: Path | None = None
+    have: str | None = option(None, metavar="DEVICES")
+    largest_batch: bool = False
     bandwidth: float | None = None
     latency: float = 0.05
     batch_size: int | None = None
@@ -188,11 +201,29 @@ class PlanOptions:
     write: Path | None = None
     timetable: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.have is not None and self.cluster is not None:
+            raise ConfigurationError(
+                f"have={self.have!r} and cluster={self.cluster} both describe the devices: leave one of them out; in a "
+                "cluster file, `devices` of a machine can be a text as for --have"
+            )
+
     def samples_of_a_step(self, devices: int) -> int | None:
         """Return the number of samples in a step over all devices. Return None if no option sets this number."""
         if self.batch_size is not None and self.batch_per_device is not None:
             raise ConfigurationError("batch_size and batch_per_device set the same number: leave one of them out")
         return self.batch_size if self.batch_per_device is None else self.batch_per_device * devices
+
+    def owned_devices(self) -> "tuple[Device, ...]":
+        """Return the devices that ``--have`` lists.
+
+        Raises:
+            ConfigurationError: The option is not a list of devices.
+        """
+        from cnnstrategies.planning.devices import read_devices
+
+        assert self.have is not None
+        return read_devices(self.have, "have")
 
 
 @command(

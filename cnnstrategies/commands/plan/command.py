@@ -3,18 +3,28 @@
 With a profile from a file, the command imports neither torch nor Lightning, and takes only a second.
 """
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from cnnstrategies.commands.arguments.options import PlanOptions
+from cnnstrategies.commands.arguments.options import DOCTOR, PlanOptions
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.cluster import read_cluster
+from cnnstrategies.planning.cluster import Cluster, read_cluster
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.device_order import rank_in_best_order
+from cnnstrategies.planning.device_report import plans_report
+from cnnstrategies.planning.largest_batch import FAMILIES, largest_of
 from cnnstrategies.planning.profile_csv import read_profile
-from cnnstrategies.planning.rank import Ranking, rank
+from cnnstrategies.planning.rank import NothingFitsError, Ranking, rank
 from cnnstrategies.planning.report import ranking_table, stages_table, summary, write_overlay
+
+if TYPE_CHECKING:
+    from cnnstrategies.commands.run.lightning_cli import ModelAndData
 
 
 def main(options: PlanOptions, arguments: Sequence[str]) -> None:
@@ -24,14 +34,56 @@ def main(options: PlanOptions, arguments: Sequence[str]) -> None:
         options: The options of the command.
         arguments: Command-line arguments of the configuration; empty if a profile is given.
     """
+    configuration: ModelAndData | None = None
     if options.profile is not None and not arguments:
         job = job_from_files(options)
     else:
         # This import takes seconds, because it imports torch and Lightning. Plans from files do not need it.
         from cnnstrategies.commands.plan.measured import job_from_configuration
 
-        job = job_from_configuration(options, arguments)
-    show(rank(job), options)
+        configuration, job = job_from_configuration(options, arguments)
+    if options.largest_batch:
+        from cnnstrategies.commands.plan.largest import MOST, show_largest
+
+        families, most = FAMILIES, MOST
+        if configuration is not None:
+            from cnnstrategies.commands.plan.measured import families_of, training_samples
+
+            families = families_of(configuration)
+            most = training_samples(configuration.data(), MOST)
+        show_largest(job, families, most, configuration, options.write)
+        return
+    show(fitting(job, options.have is not None, configuration), options, configuration)
+
+
+def fitting(job: Job, is_listed: bool, configuration: "ModelAndData | None" = None) -> Ranking:
+    """Rank the strategies. If none fits into memory, rank them with the precision bf16-mixed.
+
+    Args:
+        job: Network, devices and batch.
+        is_listed: Whether the devices are listed with ``--have``, so that the ranks may use them in any order.
+        configuration: The configuration; None if the network comes from a profile, whose precision cannot be changed.
+
+    Raises:
+        NothingFitsError: No strategy fits into the devices' memory. The message names the largest batch that fits.
+    """
+    try:
+        return rank_in_best_order(job) if is_listed else rank(job)
+    except NothingFitsError as error:
+        if configuration is not None:
+            from cnnstrategies.commands.plan.measured import in_half_precision
+
+            lighter = in_half_precision(configuration, job)
+            with contextlib.suppress(NothingFitsError):
+                if lighter is not None:
+                    return rank_in_best_order(lighter) if is_listed else rank(lighter)
+        largest = largest_of(job, FAMILIES, job.samples)
+        if largest is None:
+            raise
+        raise NothingFitsError(
+            f"{error}; a batch of at most {largest.samples} samples fits, with {largest.row}: give --batch_size "
+            f"{largest.samples}"
+        ) from error
 
 
 def job_from_files(options: PlanOptions) -> Job:
@@ -45,9 +97,7 @@ def job_from_files(options: PlanOptions) -> Job:
         raise ConfigurationError(
             "profile_batch is missing: give the number of samples in the batch with which the profile was measured"
         )
-    if options.cluster is None:
-        raise ConfigurationError("cluster is missing: give a YAML file that describes the machines")
-    cluster = read_cluster(options.cluster)
+    cluster = _cluster(options)
     samples = options.samples_of_a_step(cluster.devices)
     if samples is None:
         raise ConfigurationError(
@@ -58,15 +108,38 @@ def job_from_files(options: PlanOptions) -> Job:
     return Job(profile, cluster, samples, activation_checkpointing=None, state_copies=2 + states)
 
 
-def show(ranking: Ranking, options: PlanOptions) -> None:
-    """Print a ranking of the strategies, and write the files that the options name."""
+def _cluster(options: PlanOptions) -> Cluster:
+    """Return the cluster that the options describe without a configuration."""
+    if options.cluster is not None:
+        return read_cluster(options.cluster)
+    if options.have is None or options.have == DOCTOR:
+        raise ConfigurationError(
+            "cluster is missing: give a YAML file that describes the machines, or a list of devices with --have"
+        )
+    if options.bandwidth is None:
+        raise ConfigurationError(
+            "bandwidth is missing: --have does not describe the connections; give their bandwidth in Mbit/s, or use "
+            "--cluster"
+        )
+    return Cluster.connected(options.owned_devices(), Link(options.bandwidth * 1e6 / 8, options.latency / 1e3))
+
+
+def show(ranking: Ranking, options: PlanOptions, configuration: "ModelAndData | None" = None) -> None:
+    """Print a ranking of the strategies, and write the files that the options name.
+
+    Args:
+        ranking: The strategies.
+        options: The options of the command.
+        configuration: The configuration whose network is planned; None if the network comes from a profile.
+    """
     console = Console()
-    console.print(ranking_table(ranking))
     chosen = ranking.hybrid
+    console.print(ranking_table(ranking) if options.have is None else plans_report(ranking))
     if chosen is not None:
         predictor, layout = chosen.predictor, chosen.layout
         step = predictor.simulate(layout, predictor.runs_ahead(layout))
-        console.print(stages_table(predictor, layout, step))
+        if options.have is None:
+            console.print(stages_table(predictor, layout, step))
         if options.timetable is not None:
             from cnnstrategies.pipeline.timeline import draw_timeline
 
@@ -74,6 +147,10 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
             names = {rank: placement.describe(rank) for rank in range(layout.devices)}
             draw_timeline(step.spans, options.timetable, summary(predictor, layout, step), names)
             print(f"Wrote the picture {options.timetable}")
-    if options.write is not None:
+    if options.have is not None and configuration is not None:
+        from cnnstrategies.commands.plan.written import write_plans
+
+        write_plans(options.write or Path("plan.yaml"), ranking, configuration)
+    elif options.write is not None:
         write_overlay(options.write, ranking)
         print(f"Wrote {options.write}; use it as in cnnstrategies fit --config YOURS --config {options.write}")

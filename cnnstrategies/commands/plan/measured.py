@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Sequence
+import resource
+from collections.abc import Sequence, Sized
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from cnnstrategies.commands.arguments.options import PlanOptions
+from cnnstrategies.cluster.devices import measured_devices, relative_speeds
+from cnnstrategies.commands.arguments.options import DOCTOR, PlanOptions
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
@@ -21,22 +23,28 @@ from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, trace_ope
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
-from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
+from cnnstrategies.planning.devices import Device
+from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.planning.memory import NO_UPDATE
+from cnnstrategies.runtime.host_memory import host_memory
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.hybrid_pipeline.order import order_of
 
+HALF = "bf16-mixed"  # Precision that is tried if nothing fits with the configured precision.
+KIB = 1024  # Unit of `ru_maxrss` in bytes.
 
-def job_from_configuration(options: PlanOptions, arguments: Sequence[str]) -> Job:
-    """Measure the network of a configuration, and return the planner's input.
+
+def job_from_configuration(options: PlanOptions, arguments: Sequence[str]) -> tuple[ModelAndData, Job]:
+    """Measure the network of a configuration, and return the configuration and the planner's input.
 
     Args:
         options: The options of the command.
         arguments: Command-line arguments of the configuration.
     """
     cli = ModelAndData("plan", arguments)
-    return job_for(cli.model, cli.data(), cli.config.trainer, options)
+    return cli, job_for(cli.model, cli.data(), cli.config.trainer, options)
 
 
 def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:
@@ -59,7 +67,15 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     submodule = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
     network = module_at(model, find_network(model, submodule))
     device = device_of(trainer.accelerator)
-    devices = _device_count(trainer.devices) * int(trainer.num_nodes)
+    machines = int(trainer.num_nodes)
+    owned = _owned(options, trainer, device)
+    devices = len(owned)
+    if devices % machines:
+        raise ConfigurationError(
+            f"have={options.have!r}: {devices} devices do not divide evenly among the machines of "
+            f"trainer.num_nodes={machines}: give as many devices for each machine, or describe the machines with "
+            "--cluster"
+        )
     cluster = read_cluster(options.cluster, devices) if options.cluster is not None else None
     request = None if options.search else _request(trainer.strategy, model)
     decide_by_shapes(network, lambda size: _images(data)[0][:size])
@@ -68,9 +84,10 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))
     images, batch = _images(data)
     samples = samples or batch * loading
+    optimizer = _optimizer(model)
     return Job(
-        profile=_measure(traced, images, max(1, samples // devices), device, model, trainer),
-        cluster=cluster or Cluster.flat(devices, _link(options, device, devices)),
+        profile=_measure(traced, images, max(1, samples // devices), device, devices // machines, model, trainer),
+        cluster=cluster or Cluster.connected(owned, _link(options, device, devices), machines),
         samples=samples,
         microbatches=request.microbatches_on(devices, network, samples // loading) if request else None,
         replicas=request.replicas_on(devices) if request else None,
@@ -79,9 +96,49 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         schedule=request.schedule if request else "1f1b",
         activation_checkpointing=request.activation_checkpointing if request else None,
         run_ahead=request.run_ahead if request else None,
-        state_copies=2 + _states(model, options),
+        state_copies=2 + (_states(optimizer) if options.optimizer_states is None else options.optimizer_states),
         memory_limit=request.memory_limit if request else None,
+        update=NO_UPDATE if optimizer is None else update_of(optimizer, device),
     )
+
+
+def families_of(configuration: ModelAndData) -> tuple[str, ...]:
+    """Return the names of the candidates that use a configuration's strategy."""
+    configured = configuration.config.trainer.strategy
+    if _request(configured, configuration.model) is not None:
+        return ("hybrid",)
+    name = configured if isinstance(configured, str) else str(configured.class_path)
+    if "parameter_server" in name or "ParameterServer" in name:
+        return ("parameter_server",)
+    return ("ddp_balanced", "ddp") if "balanced" in name.lower() else ("ddp",)
+
+
+def training_samples(data: LightningDataModule, unknown: int) -> int:
+    """Return the number of training samples, or ``unknown`` if the dataset has no length."""
+    dataset = getattr(data.train_dataloader(), "dataset", None)
+    return len(dataset) if isinstance(dataset, Sized) else unknown
+
+
+def in_half_precision(configuration: ModelAndData, job: Job) -> Job | None:
+    """Measure the network with the precision bf16-mixed, in which most activations have half as many bytes.
+
+    Args:
+        configuration: The configuration.
+        job: The job with the configured precision.
+
+    Returns:
+        The job with the new profile; None if the configuration already sets a precision of 16 bits.
+    """
+    trainer, model = configuration.config.trainer, configuration.model
+    if str(trainer.precision) not in ("32-true", "32", "None"):
+        return None
+    submodule = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
+    traced = trace_open(module_at(model, find_network(model, submodule)), True)
+    images, _ = _images(configuration.data())
+    channels_last = bool(getattr(model, "channels_last", False))
+    size = max(1, job.samples // job.cluster.devices)
+    device = device_of(trainer.accelerator)
+    return replace(job, profile=measure_profile(traced, images, size, device, HALF, channels_last), precision=HALF)
 
 
 def _samples(
@@ -111,32 +168,64 @@ def _samples(
     return samples
 
 
+def _owned(options: PlanOptions, trainer: Any, device: torch.device) -> Sequence[Device]:
+    """Return the devices for which the plan is made, in the order of the ranks.
+
+    Args:
+        options: The options of the command.
+        trainer: The configuration's section ``trainer``.
+        device: Device of this machine on which the network is measured.
+
+    Raises:
+        ConfigurationError: ``--have`` and ``--cluster`` are both given, or ``--have`` is not a list of devices.
+    """
+    if options.have is None and (not options.largest_batch or options.cluster is not None):
+        return [Device()] * (_device_count(trainer.devices) * int(trainer.num_nodes))
+    if options.have not in (None, DOCTOR):
+        return options.owned_devices()
+    machines = int(trainer.num_nodes)
+    if device.type != "cpu":
+        return relative_speeds(measured_devices()) * machines
+    # The processes share the memory of this machine. Each process needs as much memory as this process has now, before
+    # it makes a tensor for training: for imported modules, for example.
+    processes = _device_count(trainer.devices)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+    return [Device(memory=max(1, host_memory() // processes - used))] * (processes * machines)
+
+
 def _measure(
-    traced: fx.GraphModule, images: Tensor, size: int, device: torch.device, model: LightningModule, trainer: Any
+    traced: fx.GraphModule,
+    images: Tensor,
+    size: int,
+    device: torch.device,
+    processes: int,
+    model: LightningModule,
+    trainer: Any,
 ) -> Profile:
+    """Measure the network on a device of this machine, where a training would have ``processes`` processes."""
     if device.type == "cpu":
         # When this machine trains, its cores are divided among the processes. The measurement uses as many threads as
         # one of these processes would have.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // _device_count(trainer.devices)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     channels_last = bool(getattr(model, "channels_last", False))
     return measure_profile(traced, images, size, device, str(trainer.precision), channels_last)
 
 
-def _states(model: LightningModule, options: PlanOptions) -> int:
-    """Return the number of values that the optimizer stores for each parameter.
+def _states(optimizer: Optimizer | None) -> int:
+    """Return the number of values that the optimizer stores for each parameter; for an unknown one that of Adam."""
+    return USUAL_STATES if optimizer is None else states_of(optimizer)
 
-    The number comes from the option ``optimizer_states``, or else from the module's optimizer.
-    """
-    if options.optimizer_states is not None:
-        return options.optimizer_states
+
+def _optimizer(model: LightningModule) -> Optimizer | None:
+    """Return the module's optimizer; None if it cannot be made."""
     try:
         configured: Any = model.configure_optimizers()
     # The user's `configure_optimizers` may fail, for example because it reads `self.trainer` and this command has no
-    # trainer. `_states` then assumes Adam's number of values for each parameter.
+    # trainer.
     except Exception:
-        return USUAL_STATES
+        return None
     optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured
-    return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
+    return optimizer if isinstance(optimizer, Optimizer) else None
 
 
 def _request(configured: Any, module: LightningModule) -> LayoutRequest | None:

@@ -27,8 +27,9 @@ PATIENCE = 120.0
 COMPARED_STEPS = 3
 # Each entry has error messages and a cause. If the output of a failed run contains one of the error messages, the user
 # sees the cause.
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError", "bad_alloc")
 CAUSES = (
-    (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
+    (OUT_OF_MEMORY, "out of memory"),
     (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
 )
 
@@ -166,6 +167,15 @@ class Trial:
         if code == 0:
             return "it ended by itself: a callback, max_epochs or limit_train_batches allows no more steps"
         return lines[-1] if lines else f"exit code {code}"
+
+    def ran_out_of_memory(self) -> bool:
+        """Return whether the run has ended because a rank ran out of memory.
+
+        An allocator's error is in the output. If the system has killed a rank, this is the run's exit code, or rank 0
+        has printed it.
+        """
+        text = self.output.read_text(errors="replace")
+        return self.process.exitcode == -signal.SIGKILL or any(sign in text for sign in (*OUT_OF_MEMORY, "SIGKILL"))
 
     def _accept(self) -> None:
         try:

@@ -66,6 +66,7 @@ def check_state(module: LightningModule, path: str) -> None:
         ConfigurationError: The module cannot be divided, or its ``compile_backend`` does not work for stages.
     """
     compile_backend_of(module)
+    _check_shapes(module)
     name = type(module).__name__
     if is_compiled_whole(module) or is_compiled(module):
         raise ConfigurationError(f"{name} is compiled: {COMPILE_STAGES}")
@@ -84,17 +85,21 @@ def check_forward(network: nn.Module) -> None:
     Raises:
         ConfigurationError: The network is refused.
     """
-    for name, parameter in network.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise ConfigurationError(
-                f"{name} gets its shape in the first forward, but a pipeline has to know all shapes: call the network "
-                "once with an example in __init__ or configure_model"
-            )
+    _check_shapes(network)
     if not isinstance(vars(network).get("forward"), (DividedForward, CopiedForward, NoneType)):
         raise ConfigurationError(
             f"{type(network).__name__}: the network's forward was replaced by an assignment, but a pipeline divides "
             "the forward of the network's class: define the forward in a subclass"
         )
+
+
+def _check_shapes(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigurationError(
+                f"{name} gets its shape in the first forward, but a pipeline has to know all shapes: call the layer "
+                "once with an example in __init__ or configure_model"
+            )
 
 
 def placement_for(request: LayoutRequest, microbatches: int, devices: int) -> Placement:

@@ -42,14 +42,20 @@ def describe_pipeline(
         rows.append(("shares", f"of the microbatches: {shares}"))
     for stage, (graph, number) in enumerate(zip(graphs, parameters, strict=True)):
         nodes = [node for node in graph.graph.nodes if _computes(node)]
-        ranks = placement.ranks(stage)
-        together = ranks[-1] - ranks[0] == len(ranks) - 1
-        where = f"ranks {ranks[0]} to {ranks[-1]}" if together else f"ranks {', '.join(map(str, ranks))}"
-        where = f"rank {ranks[0]}" if len(ranks) == 1 else where
+        where = _ranks(placement.ranks(stage))
         first, last = _name(nodes[0]), _name(nodes[-1])
         span = first if first == last else f"{first} to {last}"
         rows.append((f"stage {stage}", f"{span} on {where}: {number:,} parameters"))
+    if placement.replicas[-1] > 1:
+        rows.append(("outputs", f"{_ranks(placement.ranks(placement.stages - 1))} each get those of the whole batch"))
     return rows
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    together = ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"ranks {ranks[0]} to {ranks[-1]}" if together else f"ranks {', '.join(map(str, ranks))}"
 
 
 def differences(placed: PlacedNetwork, batch_size: int | None) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -33,6 +33,9 @@ from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes, measure_waits
 from cnnstrategies.strategies.hybrid_pipeline.start_values import share_among_replicas
 from cnnstrategies.strategies.hybrid_pipeline.steps import UserSteps
+
+if TYPE_CHECKING:
+    from cnnstrategies.planning.memory import PeakMemory
 
 
 class DividedRun:
@@ -166,6 +169,11 @@ class DividedRun:
         rows.append(("order", describe_order(placed, self._module, request.schedule)))
         rows += self._chosen.layout.panel_rows()
         return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
+
+    def predicted_peaks(self) -> "list[PeakMemory]":
+        """Return the predicted peak memory of each rank; see `StrategyFacts`."""
+        by_stage, placement = self._chosen.layout.peaks, self.placed.runner.placement
+        return [by_stage[placement.place(rank).stage] for rank in range(placement.world_size)] if by_stage else []
 
     def parameters_of_stages(self) -> list[int]:
         """Return the numbers of parameters that the devices of each stage hold."""

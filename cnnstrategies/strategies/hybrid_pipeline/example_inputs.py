@@ -56,9 +56,14 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
         batch = as_loaded(module, batch)
         step = STEPS.get(module.trainer.state.fn, "training_step")
         arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
-    if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
+    if arguments is None or not all(map(_has_tensors_only, arguments)):
         return None
     return as_given(arguments)
+
+
+def _has_tensors_only(argument: Any) -> bool:
+    values = argument.values() if isinstance(argument, dict) and argument else (argument,)
+    return all(isinstance(value, Tensor) for value in values)
 
 
 def is_attached(module: LightningModule) -> bool:

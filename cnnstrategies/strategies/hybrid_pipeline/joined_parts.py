@@ -29,13 +29,16 @@ class DividedRows(NamedTuple):
     key: str
 
 
-def keep_rows(part: Any, samples: int, largest: int) -> tuple[Any, dict[str, Tensor]]:
+def keep_rows(
+    part: Any, samples: int, largest: int, sent: frozenset[str] = frozenset()
+) -> tuple[Any, dict[str, Tensor]]:
     """Replace large tensors with a row for each sample by their metadata.
 
     Args:
         part: The part.
         samples: Number of samples of the part.
         largest: Largest number of bytes of a tensor that is not replaced.
+        sent: Keys of tensors that are not replaced, whatever their size.
 
     Returns:
         The part, and all its tensors with a row for each sample, by the keys of :class:`DividedRows`.
@@ -45,7 +48,8 @@ def keep_rows(part: Any, samples: int, largest: int) -> tuple[Any, dict[str, Ten
     def kept(value: Any, path: str) -> Any:
         if isinstance(value, Tensor) and value.ndim and len(value) == samples:
             tensors[path] = value
-            return DividedRows(tuple(value.shape), value.dtype, path) if value.nbytes > largest else value
+            is_kept = value.nbytes > largest and path not in sent
+            return DividedRows(tuple(value.shape), value.dtype, path) if is_kept else value
         if isinstance(value, dict):
             return {key: kept(item, f"{path}[{key!r}]") for key, item in value.items()}
         if isinstance(value, (list, tuple)):

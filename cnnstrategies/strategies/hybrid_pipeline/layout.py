@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -30,8 +30,9 @@ from cnnstrategies.pipeline.timetable import (
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import format_bytes
-from cnnstrategies.planning.measure import USUAL_STATES, states_of
+from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_cluster
+from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.quantities import size_in_bytes
@@ -55,6 +56,7 @@ class ChosenLayout:
         checkpointing: Whether activations are computed again in the backward.
         reason: Why the profile has chosen to compute activations again; None if it has not.
         planned: Whether the cuts are chosen by a profile, and so rank 0 has ``recut``.
+        peaks: Predicted peak memory of a device, for each stage; empty without a profile.
     """
 
     cuts: Sequence[str | int]
@@ -65,6 +67,7 @@ class ChosenLayout:
     reason: str | None = None
     planned: bool = False
     recut: Recutter | None = None
+    peaks: tuple[PeakMemory, ...] = ()
 
     def panel_rows(self) -> list[tuple[str, str]]:
         """Return a row of the start panel if activations are computed again."""
@@ -207,35 +210,41 @@ class LayoutRequest:
                     run_ahead=self.run_ahead,
                     state_copies=2 + (states_of(optimizers[0]) if optimizers else USUAL_STATES),
                     memory_limit=self.memory_limit,
+                    update=update_of(optimizers[0], device) if optimizers else NO_UPDATE,
                 )
                 layout, predictor = choose_layout(job)
                 if first_schedule is not None and not _fits_first_steps(predictor.job, layout, first_schedule):
                     layout, predictor = choose_layout(replace(job, schedule=first_schedule))
                 checkpointing = predictor.job.activation_checkpointing
                 reason = _reason(job, layout) if checkpointing != self.activation_checkpointing else None
-                chosen = list(layout.cuts), predictor.runs_ahead(layout), checkpointing, reason
+                ahead = predictor.runs_ahead(layout)
+                peaks = [list(astuple(peak)) for peak in predictor.stage_peaks(layout, ahead)]
+                chosen = list(layout.cuts), ahead, checkpointing, reason, peaks
                 recutter = partial(recut, predictor.job, layout)
             except ConfigurationError as error:
                 chosen = str(error)
         chosen = broadcast_value(chosen, 0, device)
         if isinstance(chosen, str):
             raise ConfigurationError(chosen)
-        cuts, run_ahead, checkpointing, reason = chosen
-        return ChosenLayout(cuts, replicas, microbatches, run_ahead, checkpointing, reason, True, recutter)
+        cuts, run_ahead, checkpointing, reason, peaks = chosen
+        predicted = tuple(PeakMemory(*parts) for parts in peaks)
+        return ChosenLayout(cuts, replicas, microbatches, run_ahead, checkpointing, reason, True, recutter, predicted)
 
 
 def _fits_first_steps(job: Job, layout: Layout, schedule: Schedule) -> bool:
     """Whether the memory suffices for steps with another schedule, in which activations are computed again."""
     first = Predictor(replace(job, schedule=schedule, activation_checkpointing="always"))
-    return job.memory is None or first.memory(layout) <= job.memory
+    return not job.excess(first.device_memory(layout, job.run_ahead or False))
 
 
 def _reason(job: Job, layout: Layout) -> str | None:
     """Return why activations are computed again; None if memory is not limited."""
-    if job.memory is None:
+    if not job.is_limited:
         return None
-    stored = Predictor(replace(job, activation_checkpointing="never")).memory(layout)
-    needed, limit = format_bytes(stored), format_bytes(job.memory)
+    stored = Predictor(replace(job, activation_checkpointing="never"))
+    memory = stored.device_memory(layout, job.run_ahead or False)
+    device = job.tightest(memory)
+    needed, limit = format_bytes(memory[device]), format_bytes(job.limits[device])
     return f"a device with stored activations would need {needed}, and the limit is {limit}"
 
 

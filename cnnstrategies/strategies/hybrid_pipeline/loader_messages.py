@@ -1,6 +1,6 @@
 """Messages between ranks about the batches of loaders, from which a rank learns that another rank is elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cnnstrategies.errors import ConfigurationError
@@ -43,11 +43,24 @@ def exchange(places: Places, sources: Sequence[int], message: LoaderMessage) -> 
     return messages
 
 
-def send(places: Places, message: LoaderMessage, without: Sequence[int]) -> None:
-    """Send a message to all ranks except those in ``without``."""
+def send(
+    places: Places,
+    message: LoaderMessage,
+    without: Sequence[int],
+    batches_for: Callable[[int], list[Any]] | None = None,
+) -> None:
+    """Send a message to all ranks except those in ``without``.
+
+    Args:
+        places: The rules of this rank.
+        message: The message.
+        without: Ranks that do not get the message.
+        batches_for: Function of a rank that returns the batch for this rank; by default all ranks get the message's.
+    """
     for rank in range(places.world_size):
         if rank not in without:
-            places.messages.send(rank, SUBJECT, message)
+            own = message if batches_for is None else message._replace(batches=batches_for(rank))
+            places.messages.send(rank, SUBJECT, own)
 
 
 def receive(places: Places, source: int, position: Position) -> LoaderMessage:

@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from cnnstrategies._torch_private import with_functions
@@ -20,6 +20,7 @@ from cnnstrategies.placed import Places
 from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, take_apart
+from cnnstrategies.strategies.hybrid_pipeline.batch_readers import BatchReaders, map_tensors
 from cnnstrategies.strategies.hybrid_pipeline.joined_parts import (
     DividedRows,
     count_samples,
@@ -34,8 +35,6 @@ from cnnstrategies.strategies.hybrid_pipeline.stage_loader import StageLoader, n
 
 # Default for the largest number of bytes of a tensor of which all ranks get copies.
 SMALL = 1 << 16
-# All tensors of a batch have the same name, because they may be views of one storage on the ranks that have them.
-LABEL = "the batch"
 CPU = torch.device("cpu")
 _numbers = itertools.count()  # Numbers of this process's loaders.
 
@@ -48,6 +47,10 @@ class LargeTensor(NamedTuple):
     dtype: torch.dtype
 
 
+# Metadata that take the place of tensors.
+KINDS = (LargeTensor, DividedRows)
+
+
 class NoneBatch(NamedTuple):
     """A batch that is None. The user's loader has yielded it, for example because all samples were left out."""
 
@@ -57,8 +60,9 @@ class PlacedLoader(StageLoader):
 
     Ranks load parts of a batch as for :class:`StageLoader`. The samples of the global batch are in the order in which a
     single process would load them. All ranks have copies of small tensors and of values that are not tensors. Large
-    tensors are on the ranks of the first stage, and foreign on all other ranks. If several ranks load, each of them
-    keeps its rows of a large tensor until an operation needs all rows; see :mod:`cnnstrategies.placed.partial`.
+    tensors are on the ranks of the first stage, and on ranks that have read such a tensor of an earlier batch; see
+    :class:`BatchReaders`. They are foreign on all other ranks. If several ranks load, each of them keeps its rows of a
+    large tensor until an operation needs all rows; see :mod:`cnnstrategies.placed.partial`.
 
     After each batch, the random generators of all ranks have the states of those of the first loading rank. Numbers
     that the loader draws in this rank's process are therefore drawn once, as on one device.
@@ -190,7 +194,9 @@ class PlacedBatches(Iterator[Any]):
         self._loader, self._places, self._sources = loader, loader.places, loader.sources
         self._first, self._is_first = self._sources[0], self._places.rank == self._sources[0]
         self._index = 0  # Index of the next batch.
+        self._readers = BatchReaders(loader.places, loader.sources, loader.number)
         self._rows: dict[str, Tensor] = {}  # Tensors of this rank's part of a batch; see `keep_rows`.
+        self._storages: set[int] = set()  # Addresses of the storages of the current batch's tensors.
         self._counts: list[int] = []  # Number of samples that each replica of the first stage has loaded.
         # A loader may draw random numbers when its iterator is created, so this must not happen later than on one
         # device, and therefore not in a generator.
@@ -207,6 +213,7 @@ class PlacedBatches(Iterator[Any]):
         loader = self._loader
         if loader.length is not None and self._index >= loader.length:
             raise StopIteration
+        self._readers.begin_batch()
         with self._places.local():
             part, states = self._drawn(lambda: next(self._parts) if loader.loads_now else None)
             position = (loader.number, self._index)
@@ -214,8 +221,8 @@ class PlacedBatches(Iterator[Any]):
                 messages = exchange(self._places, self._sources, self._message(position, part, states))
                 batches, states = self._joined(messages), messages[0].states
                 if self._is_first:
-                    described = tree_map_only(Tensor, self._described, batches)
-                    send(self._places, LoaderMessage(position, described, states), without=self._sources)
+                    message = LoaderMessage(position, [], states)
+                    send(self._places, message, self._sources, partial(self._described, batches))
             else:
                 _, batches, states, _ = receive(self._places, self._first, position)
             if not self._is_first:
@@ -224,7 +231,7 @@ class PlacedBatches(Iterator[Any]):
                 raise StopIteration
             loader.note(self._index)
             self._index += 1
-            batch = put_together(batches[0], self._placed)
+            batch = put_together(map_tensors(self._placed, batches[0], KINDS), _unchanged)
             self._rows = {}
             return batch
 
@@ -234,7 +241,7 @@ class PlacedBatches(Iterator[Any]):
             return LoaderMessage(position, [] if part is None else [part], states)
         samples = count_samples(part)
         if len(self._sources) > 1:
-            part, self._rows = keep_rows(part, samples, self._loader.small)
+            part, self._rows = keep_rows(part, samples, self._loader.small, self._readers.sent_keys)
         return LoaderMessage(position, [part], states, samples)
 
     def _drawn(self, load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
@@ -267,39 +274,61 @@ class PlacedBatches(Iterator[Any]):
         # Parts without samples are left out. If no part has samples, the batch is the first part.
         real = [pair for pair in real if pair[1]] or real[:1]
         whole = join_parts([part for part, _ in real], [count for _, count in real])
-        return [tree_map_only(Tensor, self._alone, whole)]
+        self._storages.clear()
+        return [map_tensors(self._alone, whole, KINDS)]
 
     def _is_large(self, tensor: Tensor) -> bool:
         return tensor.nbytes > self._loader.small
 
-    def _alone(self, tensor: Tensor) -> Tensor:
+    def _alone(self, tensor: Tensor | DividedRows, index: int) -> Tensor | DividedRows:
         """Return a tensor that does not share its storage, because all tensors of a storage have the same place."""
+        if isinstance(tensor, DividedRows):
+            self._readers.keys[index] = tensor.key
+            return tensor
         is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         if not self._is_large(tensor):
             # Copies on other ranks are contiguous. Equal strides on all ranks allow the same views.
             return tensor.contiguous() if is_whole else tensor.clone(memory_format=torch.contiguous_format)
-        return tensor if is_whole and self._loader.makes_tensors else tensor.clone()
+        address = tensor.untyped_storage().data_ptr()
+        is_own = is_whole and self._loader.makes_tensors and address not in self._storages
+        self._storages.add(address)
+        tensor = tensor if is_own else tensor.clone()
+        return tensor.contiguous() if self._readers.of(index) else tensor
 
-    def _described(self, tensor: Tensor) -> Tensor | LargeTensor:
-        if self._is_large(tensor):
+    def _described(self, batches: list[Any], rank: int) -> list[Any]:
+        """Return a batch for another rank, with metadata in place of large tensors that the rank does not read."""
+
+        def described(tensor: Tensor | DividedRows, index: int) -> Tensor | LargeTensor | DividedRows:
+            if isinstance(tensor, DividedRows) or not self._is_large(tensor) or rank in self._readers.of(index):
+                return tensor
             return LargeTensor(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return tensor
 
-    def _placed(self, tensor: Tensor | LargeTensor | DividedRows) -> Tensor:
-        """Return a tensor of the batch as this rank has it."""
+        result: list[Any] = map_tensors(described, batches, KINDS)
+        return result
+
+    def _placed(self, tensor: Tensor | LargeTensor | DividedRows, index: int) -> Tensor:
+        """Return a tensor of the batch as this rank has it.
+
+        Args:
+            tensor: The tensor, or its metadata.
+            index: Position of the tensor among those of the batch.
+        """
+        label = self._readers.label(index)
+        # The rows of divided tensors are on the ranks that load alone.
+        place = self._sources if isinstance(tensor, DividedRows) else self._readers.place(index)
         if isinstance(tensor, Tensor):
             tensor = self._pinned(tensor)
-            return self._places.mark(tensor, self._sources, LABEL) if self._is_large(tensor) else tensor
+            return self._places.mark(tensor, place, label) if self._is_large(tensor) else tensor
         stride = tensor.stride if isinstance(tensor, LargeTensor) else contiguous_strides(tensor.shape)
         if isinstance(tensor, LargeTensor) or self._places.rank not in self._sources:
             form = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
-            return self._places.foreign_like(form, self._sources, LABEL, CPU)
+            return self._places.foreign_like(form, place, label, CPU)
         if self._counts[self._sources.index(self._places.rank)]:
             rows = self._rows[tensor.key]
             rows = rows if self._loader.makes_tensors else rows.clone()
         else:
             rows = torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype)
-        return PartialTensor.of_rows(self._places, self._pinned(rows), self._counts, self._sources, stride, LABEL)
+        return PartialTensor.of_rows(self._places, self._pinned(rows), self._counts, place, stride, label)
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         """Return a tensor in pinned memory, if the user's loader yields such tensors.
@@ -307,3 +336,7 @@ class PlacedBatches(Iterator[Any]):
         Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
         """
         return tensor.pin_memory() if self._loader.pins else tensor
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

@@ -63,7 +63,7 @@ def _change(places: Places, metric: Metric | MetricCollection) -> Callable[[], N
 
     @wraps(compute)
     def compute_everywhere(*args: Any, **kwargs: Any) -> Any:
-        return _everywhere(places, compute(*args, **kwargs), needs_graph=keeps_graph(metric), limit=None)
+        return _everywhere(places, compute(*args, **kwargs), needs_graph=keeps_graph(metric), is_limited=False)
 
     attributes |= {"update": update_everywhere, "compute": compute_everywhere}
     return partial(attributes.update, before)
@@ -74,20 +74,20 @@ def _has_gradient(metric: Metric) -> bool:
     return metric.is_differentiable is not False and not isinstance(metric, BaseAggregator)
 
 
-def _everywhere(places: Places, value: Any, needs_graph: bool, limit: int | None = SMALL) -> Any:
+def _everywhere(places: Places, value: Any, needs_graph: bool, is_limited: bool = True) -> Any:
     """Return nested containers with copies of placed tensors on all ranks, which do not have a gradient.
 
     Args:
         places: The rules of this rank.
         value: The containers.
         needs_graph: Whether tensors that require a gradient are left at their places.
-        limit: Largest number of bytes that are sent.
+        is_limited: Whether at most `SMALL` bytes are sent. More bytes are left at their places.
     """
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     tensors = [tensor for tensor in tensors if places.place_of(tensor) is not None]
     if needs_graph and any(tensor.requires_grad for tensor in tensors):
         return value
-    if not tensors or not places.active or (limit is not None and sum(tensor.nbytes for tensor in tensors) > limit):
+    if not tensors or not places.active or (is_limited and sum(tensor.nbytes for tensor in tensors) > SMALL):
         return value
     detached = [tensor.detach() for tensor in tensors]
     brought = places.all_everywhere(detached, "metric")

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,7 +56,7 @@ class PlacedModule:
         """
         self.places.sums.settle()
         if self.places.rank in self._last and len(self._last) > 1:
-            gradients = [parameter.grad for parameter in self._outside if parameter.grad is not None]
+            gradients = [p.grad for p in self._outside if p.grad is not None and p.grad.layout is torch.strided]
             with self.places.local():
                 self._replicas.copy_from_first(gradients)
 

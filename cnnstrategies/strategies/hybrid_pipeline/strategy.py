@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, filterwarnings
 from zipfile import is_zipfile
 
@@ -32,6 +32,9 @@ from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.start_values import broadcast_weights
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
+
+if TYPE_CHECKING:
+    from cnnstrategies.planning.memory import PeakMemory
 
 
 class HybridPipelineStrategy(PipelineStrategy):
@@ -239,6 +242,11 @@ class HybridPipelineStrategy(PipelineStrategy):
     @override
     def differences(self, batch_size: int | None) -> list[str]:
         return differences(self._divided.placed, batch_size)
+
+    @property
+    @override
+    def predicted_peaks(self) -> "Sequence[PeakMemory]":
+        return self._divided.predicted_peaks()
 
     @property
     @override

@@ -256,6 +256,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int, config
         state = callback.state_dict()
         if state and _can_be_sent(state):
             callbacks[callback.state_key] = state
+    precision = trainer.precision_plugin.state_dict()
     return {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
@@ -263,6 +264,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int, config
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": callbacks,
         "options": hyperparameters(optimizer),
+        "precision": precision if _can_be_sent(precision) else {},  # With 16-mixed, the loss scale.
         "own_steps": own_steps,
         "seed": seed(),
         "configuration": configuration,
@@ -301,6 +303,8 @@ def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any
     set_batches_that_stepped(trainer, int(state["global_step"]))
     for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(values)
+    if state["precision"]:
+        trainer.precision_plugin.load_state_dict(state["precision"])
     # The other workers may have just added a parameter group, which this worker's own hooks add as well.
     for group, options in zip(optimizer.param_groups, state["options"], strict=False):
         for name, value in options.items():

@@ -45,7 +45,7 @@ class Stepper:
         specification: The run's specification.
         optimizer: The module's optimizer.
         early: Whether gradients may be pushed during backward. This is allowed if no hook of the user reads or changes
-            gradients after backward.
+            gradients after backward, and if no gradient scaler may skip the step.
         sees_weights: Names of the hooks that may read weights between two steps.
         sync_every: In mode ``local``, the number of steps between two outer steps; otherwise 0.
         own_steps: Initial value of the attribute `own_steps`. The value is 0 unless this worker was restarted.
@@ -297,10 +297,23 @@ class Stepper:
 
     def _end(self) -> None:
         self.worker.end_step()
+        self._in_step = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the batches of a step that was made or skipped."""
         self._noted += 1
         self._waited.clear()
-        self._in_step = False
         self._samples = self._batches = 0
+
+    def skip(self) -> None:
+        """Skip the optimizer's step and send nothing, because a gradient is not finite."""
+        if self._left_out:
+            self._left_out -= 1
+            return
+        self._check()
+        self.worker.interrupt()  # The next step's time would include the skipped step.
+        self._forget()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def push(parameter: Tensor) -> None:
@@ -321,32 +334,40 @@ class Stepper:
         return wait
 
     def _take_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Wrap the closure of the optimizer's step, so that the closure pushes the gradients and then hides them.
+        """Push the gradients and then hide them, at the end of the closure of the optimizer's step.
 
         This is a pre-hook of the optimizer's step. The servers update the parameters, so this worker's optimizer must
-        leave them unchanged. An optimizer that finds no gradients does so.
+        leave them unchanged. An optimizer that finds no gradients does so. With a gradient scaler there is no closure,
+        because Lightning has called it before the step.
         """
+        self._state.readable = True
+        if "closure" not in kwargs:
+            self._push_all()
+            return args, kwargs
         closure = kwargs["closure"]
 
         def closure_then_push() -> Any:
             self._state.readable = False  # The closure calls hooks of the user.
             output = closure()
             self._state.readable = True
-            if self._left_out:
-                self._left_out -= 1
-                self._hide_gradients()
-                return output
-            self._check()
-            self._begin()
-            for index, parameter in enumerate(self.parameters):
-                if parameter.grad is not None and index not in self._pushed:
-                    self.worker.push(index, parameter.grad)
-            self._hide_gradients()
-            self._end()
+            self._push_all()
             return output
 
-        self._state.readable = True
         return args, {**kwargs, "closure": closure_then_push}
+
+    def _push_all(self) -> None:
+        """Push the gradients that backward has not pushed, and hide all gradients. Push nothing in a skipped step."""
+        if self._left_out:
+            self._left_out -= 1
+            self._hide_gradients()
+            return
+        self._check()
+        self._begin()
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and index not in self._pushed:
+                self.worker.push(index, parameter.grad)
+        self._hide_gradients()
+        self._end()
 
     def _hide_gradients(self) -> None:
         for index, parameter in enumerate(self.parameters):

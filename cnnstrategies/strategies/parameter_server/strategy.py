@@ -37,6 +37,7 @@ from cnnstrategies.strategies.parameter_server.checks import (
     check_optimizers,
     watch_gradients,
 )
+from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler, enabled_scaler
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.observer_hooks import HookContexts, gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.options import (
@@ -187,6 +188,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
         self._watch: HookContexts | None = None
+        self._scaler: JointScaler | None = None
 
     def check(self) -> None:
         """Check the module, the number of nodes and the shares, before the run starts.
@@ -254,15 +256,13 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.served.add_counters(self.optimizers[0])
             check_importable(self.optimizers[0], self.options, self._start == "fork")
         self.setup_precision_plugin()
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ConfigurationError(
-                "precision=16-mixed: all workers would need the same loss scale in each step, but strategy "
-                "parameter_server does not exchange it; use bf16-mixed"
-            )
         if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
             # The servers clip instead of this plugin, because only the servers know the norm of the whole gradient.
             for name in CLIPPING:
                 setattr(self.precision_plugin, name, _clip_nothing)
+            scaler = enabled_scaler(self.precision_plugin)
+            if scaler is not None:
+                self._scaler = JointScaler(scaler, self, lambda: self._stepper)
         self.share_metrics(self.module)
 
     # Loading of the data
@@ -325,7 +325,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             worker,
             specification,
             self.optimizers[0],
-            early=not gradient_observers(self.module, self.callbacks),
+            early=not gradient_observers(self.module, self.callbacks) and enabled_scaler(self.precision_plugin) is None,
             sees_weights=average if local else weight_observers(self.module, self.callbacks),
             sync_every=self.options.sync_every if local else 0,
             own_steps=own_steps,
@@ -611,7 +611,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def differences(self, batch_size: int | None) -> list[str]:
         sees = gradient_observers(self.module, self.callbacks)
         accumulated = self.trainer.accumulate_grad_batches
-        return self.options.differences(self.module, self.world_size, batch_size, accumulated, sees)
+        lines = self.options.differences(self.module, self.world_size, batch_size, accumulated, sees)
+        separate = self.world_size > 1 and (self.options.mode == "local" or not self.options.aggregates)
+        if separate and enabled_scaler(self.precision_plugin) is not None:
+            lines.append("each worker has its own loss scale, and skips steps on its own")
+        return lines
 
     @override
     def leave_session(self) -> None:
@@ -625,6 +629,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             # `setup` has replaced the plugin's clipping methods. This line restores the original methods, because
             # another Trainer may use the same plugin.
             vars(self.precision_plugin).pop(name, None)
+        if self._scaler is not None:
+            self._scaler.end()
+            self._scaler = None
         if self._watch is not None:
             self._watch.end()
             self._watch = None

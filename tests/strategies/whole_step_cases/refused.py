@@ -63,25 +63,6 @@ class ShapeByValues(Classifier):
         return F.cross_entropy(scores, y)
 
 
-class NormalisingLayer(nn.Conv2d):
-    """A layer of torch that calls a BatchNorm layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 8, 3, 2, 1)
-        self.norm = nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(torch.relu(self.norm(super().forward(x))))
-
-
-@case(error="normalises several times in one call of the layer that contains it")
-class NormalisedTwice(Classifier):
-    def network(self) -> nn.Module:
-        net = classifier()
-        net[0] = NormalisingLayer()
-        return net
-
-
 @case(error="0.1 is a SyncBatchNorm layer")
 class SynchronisedStatistics(Classifier):
     def network(self) -> nn.Module:
@@ -142,19 +123,6 @@ class PenaltyOfGradients(Classifier):
 class PenaltyWithDropout(PenaltyOfGradients):
     def network(self) -> nn.Module:
         return classifier(middle=nn.Dropout(0.5))
-
-
-@case(error="gives a tensor of layout torch.sparse_coo")
-class SparseGradients(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.biases = nn.Embedding(CLASSES, CLASSES, sparse=True)
-
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self(x) + self.biases(y), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @case(error=r"access to the storage needs the values of tensor\((0|6).weight")

@@ -14,11 +14,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from whole_step_cases.base import Case
 
 # Makes a strategy from the case's layout: a case and the number of replicas of each stage.
 MakeStrategy = Callable[[Case, Sequence[int]], Any]
 TOLERANCE = 1e-12
+# Largest number of bytes of a tensor of a batch of which all ranks get copies: labels, but not images. With the
+# default, all ranks would have copies of images as small as those of the cases.
+COPIED = 200
 
 
 class Refused(dict[str, Tensor]):
@@ -75,6 +79,7 @@ def train_all(
     devices = sum(replicas)
     if make is not None:
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
+    PlacedLoader.__init__.__defaults__ = (COPIED,)  # Each run has processes of its own.
     results: list[dict[str, Tensor]] = []
     for case in cases:
         try:
