@@ -130,8 +130,8 @@ class ActivationCheckpointing(Callback):
             )
         if "forward" in vars(network):
             raise ConfigurationError(
-                f"{name}: the forward of {kind} was replaced by an assignment, and only the forward of its class can be "
-                "cut into segments: define the forward in a subclass"
+                f"{name}: the forward of {kind} was replaced by an assignment, and only the forward of its class can "
+                "be cut into segments: define the forward in a subclass"
             )
 
     def _example(self, module: LightningModule, path: str, network: nn.Module, size: int) -> Any:

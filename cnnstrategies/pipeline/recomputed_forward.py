@@ -96,12 +96,12 @@ class RecomputedForward:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{type(self.network).__name__} is called with other values than tensors, or with other parameters: "
-                    "such calls keep all activations for the backward",
+                    f"{type(self.network).__name__} is called with other values than tensors, or with other "
+                    "parameters: such calls keep all activations for the backward",
                     stacklevel=2,
                 )
-        own: Any = type(self.network).forward
-        return own(self.network, *args, **kwargs)
+        plain: Any = type(self.network).forward
+        return plain(self.network, *args, **kwargs)
 
     def _images(self, args: Any, kwargs: Any) -> Any:
         """Return the network's inputs, a tuple if there are several; None if the call is of another kind."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 from ranks import run_apart
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 

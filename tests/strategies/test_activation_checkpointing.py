@@ -98,19 +98,32 @@ def replaced() -> nn.Module:
     [
         (Normalised, partial(HybridPipelineStrategy, stages=1), {}, "strategy hybrid_pipeline recomputes the"),
         (Normalised, None, {"cuts": []}, r"cuts=\[\]: name at least one module"),
-        (Normalised, None, {"cuts": ["nothing"]}, "ActivationCheckpointing: cuts: the network does not run a module or"),
-        (compiled, None, {}, "Normalised is compiled as a whole, and cannot be cut into segments: leave out torch.comp"),
+        (
+            Normalised,
+            None,
+            {"cuts": ["nothing"]},
+            "ActivationCheckpointing: cuts: the network does not run a module or",
+        ),
+        (
+            compiled,
+            None,
+            {},
+            "Normalised is compiled as a whole, and cannot be cut into segments: leave out torch.comp",
+        ),
         (replaced, None, {}, "the forward of Normalised was replaced by an assignment, and only the forward of its"),
         (Whole, None, {}, "ActivationCheckpointing: Whole cannot be cut anywhere: name another part of the module"),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused_by_name(network, strategy, options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        callback = ActivationCheckpointing(**options)
-        strategies = {} if strategy is None else {"strategy": strategy()}
-        trainer = quiet_trainer(callbacks=[callback], max_steps=1, **strategies)
-        images = torch.utils.data.TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.long))
+    strategies = {} if strategy is None else {"strategy": strategy()}
+    images = torch.utils.data.TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.long))
+
+    def run() -> None:
+        trainer = quiet_trainer(callbacks=[ActivationCheckpointing(**options)], max_steps=1, **strategies)
         trainer.fit(ImageClassifier(network(), 10), torch.utils.data.DataLoader(images, 2))
+
+    with pytest.raises(ConfigurationError, match=message):
+        run()
 
 
 def test_a_fit_leaves_the_network_as_it_was():
