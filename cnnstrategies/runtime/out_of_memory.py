@@ -33,7 +33,7 @@ def held_bytes() -> int:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What is known of a rank that has run out of memory.
+    """Facts about a rank that has run out of memory.
 
     Attributes:
         rank: The rank.
