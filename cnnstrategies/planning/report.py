@@ -1,6 +1,7 @@
 """Show a plan as tables with notes, and write it as a configuration."""
 
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,12 @@ def trainer_section(ranking: Ranking, row: Candidate) -> tuple[dict[str, Any], l
             lines.append(
                 "fit does not know the node names of this profile, so it measures its own profile to choose the cuts."
             )
-        if "shares" in options:
-            # The shares are listed stage by stage, so the ranks must be numbered stage by stage as well.
+        limits = [int(limit) for limit in job.limits if limit < inf]
+        if len(limits) == job.cluster.devices:
+            # Without a limit, the first step would not save memory, and named cuts would run ahead.
+            options["memory_limit"] = limits if len(set(limits)) > 1 else limits[0]
+        if "shares" in options or isinstance(options.get("memory_limit"), list):
+            # Shares and limits are listed stage by stage, so the ranks must be numbered stage by stage as well.
             options["placement"] = "stages"
         options |= {
             "schedule": job.schedule,

@@ -64,8 +64,8 @@ def test_masks_are_sent_once_to_ranks_that_read_them_and_outputs_to_no_other_ran
         with Places(rank, world, link) as places:
             metric = JaccardIndex(task="multiclass", num_classes=CLASSES)
             share_metrics(places, nn.ModuleList([metric]))
-            own = [tuple(t[rank :: replicas[0]] for t in batch) for batch in batches()] if rank in sources else []
-            loader = placed(places, own, replicas)
+            data = batches() if rank in sources else []
+            loader = placed(places, [tuple(t[rank :: replicas[0]] for t in batch) for batch in data], replicas)
             for index, ((_, masks), (logits, _)) in enumerate(zip(loader, batches(), strict=True)):
                 part = ("step", index)
                 results.append(step(places.give(logits, (last,)), masks, metric))

@@ -39,8 +39,8 @@ class BatchReaders:
 
     def begin_batch(self) -> None:
         """Take note of the ranks to which tensors of earlier batches have been brought."""
-        found = {index: self._places.readers.get(label) for index, label in enumerate(self._labels)}
-        self._of_batch = {index: frozenset(ranks) for index, ranks in found.items() if ranks}
+        readers = {index: self._places.readers.get(label) for index, label in enumerate(self._labels)}
+        self._of_batch = {index: frozenset(ranks) for index, ranks in readers.items() if ranks}
 
     def of(self, index: int) -> frozenset[int]:
         """Return the ranks to which the current batch's tensor at a position is sent, without ranks that load."""

@@ -59,8 +59,8 @@ def send(
     """
     for rank in range(places.world_size):
         if rank not in without:
-            own = message if batches_for is None else message._replace(batches=batches_for(rank))
-            places.messages.send(rank, SUBJECT, own)
+            for_rank = message if batches_for is None else message._replace(batches=batches_for(rank))
+            places.messages.send(rank, SUBJECT, for_rank)
 
 
 def receive(places: Places, source: int, position: Position) -> LoaderMessage:
