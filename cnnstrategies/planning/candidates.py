@@ -285,4 +285,6 @@ class Candidate:
         text = " ".join([self.family, *(f"{self.options[name]}" for name in shown)])
         short = {"microbatches": "M", "accumulate_grad_batches": "accumulated"}
         more = [f"{short[name]}={self.options[name]}" for name in short if self.options.get(name, 1) != 1]
+        if "activation_checkpointing" in self.options:
+            more.append("activations recomputed")
         return ", ".join([text, *more])

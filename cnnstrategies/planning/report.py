@@ -16,6 +16,7 @@ from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.rank import Ranking
+from cnnstrategies.planning.recompute import CALLBACK, RECOMPUTED
 from cnnstrategies.planning.simulate import Simulation
 from cnnstrategies.planning.stage_costs import messages, sent_in_a_step, stage_costs
 from cnnstrategies.planning.tune.settings import write_commented
@@ -146,6 +147,8 @@ def trainer_section(ranking: Ranking, row: Candidate) -> tuple[dict[str, Any], l
         trainer["precision"] = job.precision
     options = dict(row.options)
     trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
+    if options.pop(RECOMPUTED, None) is not None:
+        trainer["callbacks+"] = {"class_path": CALLBACK}
     if isinstance(row, Hybrid):
         if job.profile.nodes_have_names:
             options["cuts"] = [row.predictor.costs.nodes[cut - 1].name for cut in row.layout.cuts]

@@ -6,10 +6,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.pipeline.tracing import seals, trace_open
 from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_bytes import bytes_of
 from cnnstrategies.planning.memory import NO_STATE, PeakMemory, State, replica_peak
+from cnnstrategies.planning.recompute import recomputed_peak
 from cnnstrategies.strategies.hybrid_pipeline.example_inputs import example_inputs
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.protocol import facts_of
@@ -58,6 +60,8 @@ def _replica_peak(trainer: Trainer, module: LightningModule, samples: int, is_wo
         return None
     state = NO_STATE if is_worker else _state_of(trainer.optimizers, trainer.strategy.root_device)
     buckets = 1.0 if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1 else 0.0
+    if isinstance(forward := vars(network).get("forward"), RecomputedForward):
+        return recomputed_peak(costs, state, trainer.accumulate_grad_batches, buckets, forward.division.cuts)
     return replica_peak(costs, state, trainer.accumulate_grad_batches, buckets)
 
 
