@@ -49,14 +49,14 @@ test-zoo:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
 	CNNSTRATEGIES_ZOO_PART=$(PART) CNNSTRATEGIES_ZOO_STRATEGY=$(STRATEGY) PYTHONPATH=tests/zoo \
 		$(ZOO_VENV)/bin/python -m pytest --numprocesses 2 --maxschedchunk 1 --timeout 1500 \
-		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py
+		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py tests/zoo/stages.py
 ifeq ($(PART)$(STRATEGY),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
 
-# Programs as users write them under hybrid_pipeline, with all layouts. Takes half an hour.
+# Programs as users write them under hybrid_pipeline, with all layouts, and more layouts of pipelines. Takes half an hour.
 test-cases: $(INSTALLED)
-	$(PYTEST) tests/strategies/whole_step_cases/all_layouts.py
+	$(PYTEST) tests/strategies/whole_step_cases/all_layouts.py tests/pipeline/more_layouts.py
 
 # Published optimizers under every strategy, in an environment with their packages. Takes some minutes; writes the page.
 OPTIMIZERS_VENV ?= .venv-optimizers
@@ -93,10 +93,14 @@ N ?= 2000
 fuzz-pipeline: $(INSTALLED)
 	$(BIN)/python tests/pipeline/random_layouts.py $(N)
 
-# mutmut makes more than a thousand small changes to nine modules, and the changes that no test notices are printed.
-# Takes some minutes; MODULE=data.sampling takes only this module. See [tool.mutmut] in pyproject.toml.
+# First the faulty versions in tests/mutants whose tests take long. Then mutmut makes more than a thousand small changes
+# to nine modules, and the changes that no test notices are printed. Takes some minutes; MODULE=data.sampling takes only
+# this module. See [tool.mutmut] in pyproject.toml.
 MUTATED := build/mutants
 mutants: $(INSTALLED)
+ifeq ($(MODULE),)
+	$(PYTEST) tests/long_mutants.py
+endif
 	test -x $(BIN)/mutmut || $(MAKE) --always-make EXTRAS=$(EXTRAS),mutants $(INSTALLED)
 	rm -rf $(MUTATED)
 	mkdir -p $(MUTATED)

@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 import warm
 from lightning.fabric.plugins.environments import lightning as lightning_environment
+from lightning.fabric.utilities import registry
 from lightning.pytorch import Trainer
 from ports import free_port
 from roomy_stack import roomy
@@ -33,6 +35,8 @@ ROOT = Path(__file__).parent.parent
 # Forked ranks inherit these settings: each rank has one thread, and there is no OpenMP pool that a fork would break.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# Each Trainer looks for callbacks in the metadata of all installed packages.
+registry.entry_points = functools.cache(registry.entry_points)
 # Lightning asks the system for a free port, and rank 0 binds it a moment later. By then another test may have bound it.
 lightning_environment.find_free_network_port = free_port
 # torch keeps seeds for devices that are not yet in use, each with a formatted stack. Every process would read about 20

@@ -1,4 +1,7 @@
-"""For each important promise of the package, a faulty version makes a test fail; see `mutants/faulty.py`."""
+"""For each important promise of the package, a faulty version makes a test fail; see `mutants/faulty.py`.
+
+``make mutants`` runs the faulty versions whose tests take long; see `long_mutants.py`.
+"""
 
 import importlib
 from pathlib import Path
@@ -22,7 +25,7 @@ def places(mutant: Mutant) -> list[tuple[Any, str]]:
     return list(mutant.places())
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if not mutant.takes_long], ids=str)
 def test_a_test_fails_if(mutant: Mutant, places: list[tuple[Any, str]], request: pytest.FixtureRequest) -> None:
     arguments = {name: request.getfixturevalue(name) for name in mutant.fixtures} | mutant.arguments
     mutant.put_in(places)

@@ -60,6 +60,7 @@ LINES = {
 }
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_masks_become_pictures_under_a_pipeline_too(run_cli):
     write_masked_images(Path("data/train"), count=8)
     write_masked_images(Path("data/val"), count=4)
@@ -124,6 +125,7 @@ class TwoHeads(nn.Module):
         return OrderedDict(out=self.head(x), aux=self.side(x))
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_pruned_networks_are_exported_and_quantised_as_masked(monkeypatch):
     write_masked_images(Path("data/train"), count=8)
     data = folder(val_split=0.5, batch_size=3)

@@ -1,5 +1,6 @@
 """Lightning callbacks. The command line adds some of them by default, and a configuration can add the others."""
 
+from cnnstrategies.callbacks.activation_checkpointing import ActivationCheckpointing
 from cnnstrategies.callbacks.best_checkpoint import BestCheckpoint
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
 from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
@@ -16,6 +17,7 @@ from cnnstrategies.callbacks.traffic import ServerTraffic
 from cnnstrategies.strategies.sample_weights import SampleWeights
 
 __all__ = [
+    "ActivationCheckpointing",
     "BestCheckpoint",
     "ComputeSettings",
     "EpochMetrics",

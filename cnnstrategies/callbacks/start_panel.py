@@ -109,6 +109,7 @@ class StartPanel(Callback):
             *images(trainer),
             training_batch(trainer, size) if training else evaluation_batch(trainer, size, first),
             *facts.panel_rows(size_of_share(trainer, size, first)),
+            *rows_of_callbacks(trainer),
             *(self._memory(trainer, size_of_share(trainer, size, first)) if training else []),
             ("parameters", parameters(trainer, whole_network(trainer, module, self._before))),
             ("precision", precision(trainer, module)),
@@ -122,6 +123,12 @@ class StartPanel(Callback):
                 ("unlike one device", "\n".join(differences(trainer, size_of_share(trainer, size, first))) or "nothing")
             )
         return rows
+
+
+def rows_of_callbacks(trainer: Trainer) -> list[Row]:
+    """Return the panel's rows of the callbacks that have a method ``panel_rows``."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+    return [row for callback in callbacks for row in getattr(callback, "panel_rows", list)()]
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:

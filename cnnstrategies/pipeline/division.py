@@ -75,6 +75,7 @@ class Division:
     Attributes:
         network: The network.
         stages: Number of stages.
+        cuts: Index of the first node of each stage except the first, in the graph for training.
         opened: Names of the opened containers. The network itself has the name "".
         owner: Stage of each parameter and buffer, by name. Parameters and buffers that training does not use belong to
             the stage of their module, or else to the last stage, where the network's outputs are.
@@ -89,7 +90,7 @@ class Division:
         self.network = network
         self.stages = len(cuts) + 1
         full = trace_open(network, True)
-        positions = check_cuts(full, cuts)
+        self.cuts = positions = tuple(check_cuts(full, cuts))
         stage_of = {node: sum(cut <= index for cut in positions) for index, node in enumerate(ordered_nodes(full))}
         self._modules = dict(network.named_modules())
         self.opened = self._cut_through(full, stage_of)

@@ -9,26 +9,16 @@ it keeps sketches, see :class:`Sketch`.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import reentrant_checkpoints, without_tensor_hooks
-from cnnstrategies.pipeline.combining import is_near
+from cnnstrategies.pipeline.compared_gradients import ComparedGradients, Sketch
 from cnnstrategies.pipeline.mixing import Arguments, FixedDraws, MixingProbe, join, rows_of
 from cnnstrategies.pipeline.part_gradients import without_gradients
-
-# A gradient is a sum over many values, so rounding changes it more than a result of the forward.
-_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}
-_LOW_PRECISION = 0.1
-# Largest difference between a gradient and the same gradient in a batch of another size, relative to the gradient, if
-# rounding changes the signs of single values. A hook that divides a gradient by the size of the batch changes it more.
-_ALIKE = 0.25
-# Number of elements of a gradient that are added to one element of a sketch. Smaller gradients are kept as they are.
-_ADDED, _SMALL = 64, 4096
-CHUNK = 2**20  # Number of elements that are converted at once; a multiple of the number above.
 
 
 def reason_of_backward(
@@ -83,50 +73,42 @@ def _compare(runs: _Runs) -> str | None:
     stored = next((key for run in (both, first, second) for key in run.stored), None)
     if stored is not None:
         return f"a hook stores {stored} in the backward"
-    of_inputs = list(zip(both.gradients, first.gradients, second.gradients, strict=True))
-    of_parameters = list(zip(both.sketches, first.sketches, second.sketches, strict=True))
-    if all(map(_is_same_gradient, of_inputs)) and all(map(_is_same_sketch, of_parameters)):
+    inputs = ComparedGradients(
+        [gradient if gradient is None else Sketch.whole(gradient) for gradient in both.gradients]
+    )
+    parameters = ComparedGradients(both.sketches)
+    of_inputs, of_parameters = (first.gradients, second.gradients), (first.of_parameters, second.of_parameters)
+    if inputs.are_near(*of_inputs) and parameters.are_near(*of_parameters):
         return None
     # A kernel may round otherwise for another number of samples. A value near 0 then gets another sign, and a ReLU
     # another derivative there, so that few elements of a gradient differ by much. Among batches of the same size, a
     # sample's values are the same in each bit.
-    is_alike = all(_is_alike(*gradients) for gradients in of_inputs) and all(
-        _is_alike(*(sketch and sketch.values for sketch in sketches)) for sketches in of_parameters
-    )
-    return None if is_alike and _is_same_beside_others(runs, both, first) else _MIXES
+    if not (inputs.are_alike(*of_inputs) and parameters.are_alike(*of_parameters)):
+        return _MIXES
+    twice, other, swapped = runs.of(0, 0), runs.of(1, 1), runs.of(1, 0)
+    rows = [
+        _first_and_second(*column) for column in zip(twice.gradients, other.gradients, first.gradients, strict=True)
+    ]
+    columns = zip(twice.of_parameters, other.of_parameters, swapped.of_parameters, strict=True)
+    sums = [a if a is None or b is None or c is None else a + b - c for a, b, c in columns]
+    compare = parameters.are_alike if parameters.have_low_precision else parameters.are_near
+    return None if inputs.are_near(rows) and compare(sums) else _MIXES
+
+
+def _first_and_second(of_first: Tensor | None, of_second: Tensor | None, alone: Tensor | None) -> Tensor | None:
+    """Return the gradient of a tensor in the order of the samples, from two batches that repeat a sample.
+
+    Args:
+        of_first: Gradient for the first sample twice.
+        of_second: Gradient for the second sample twice.
+        alone: Gradient for one sample. If it has the same shape, the tensor has no rows for the samples.
+    """
+    if of_first is None or of_second is None or alone is None or of_first.shape == alone.shape:
+        return of_first
+    return torch.cat([of_first.chunk(2)[0], of_second.chunk(2)[1]])
 
 
 _MIXES = "its backward (a hook, or an autograd function of its own) gives a sample another gradient in another batch"
-
-
-class Sketch(NamedTuple):
-    """Sums over groups of a gradient's elements, each multiplied by a fixed weight.
-
-    The sketch of a sum of gradients is the sum of their sketches. Two gradients that differ have different sketches,
-    except by a coincidence that would need these weights.
-
-    Attributes:
-        values: The sums; all elements of a small gradient.
-        largest: Largest magnitude of an element (1,).
-        dtype: Type of the gradient.
-    """
-
-    values: Tensor
-    largest: Tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> "Sketch":
-        """Return the sketch of a gradient."""
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        flat = gradient.detach().reshape(-1)
-        largest = torch.linalg.vector_norm(flat, torch.inf).to(wide).reshape(1)
-        if len(flat) <= _SMALL:
-            return cls(flat.to(wide, copy=True), largest, gradient.dtype)
-        weights = torch.randn(_ADDED, generator=torch.Generator().manual_seed(0)).to(flat.device, wide)
-        end = len(flat) // _ADDED * _ADDED
-        chunks = [(chunk.to(wide).view(-1, _ADDED) * weights).sum(1) for chunk in torch.split(flat[:end], CHUNK)]
-        return cls(torch.cat([*chunks, flat[end:].to(wide)]), largest, gradient.dtype)
 
 
 class ProbedRun:
@@ -152,6 +134,11 @@ class ProbedRun:
         self.gradients: Sequence[Tensor | None] = ()
         self.sketches: list[Sketch | None] = []
         self.stored: dict[Any, Any] = {}
+
+    @property
+    def of_parameters(self) -> list[Tensor | None]:
+        """Sketches of the gradients of the stage's parameters, after :meth:`backward`."""
+        return [sketch and sketch.values for sketch in self.sketches]
 
     def backward(self, starts: Sequence[Tensor | None]) -> None:
         """Compute the gradients of inputs and parameters from the gradients of the outputs."""
@@ -210,80 +197,3 @@ def _chosen(arguments: Arguments, samples: int, rows: Sequence[int]) -> Argument
 
     result: Arguments = tree_map(joined, arguments, *parts)
     return result
-
-
-def _is_same_gradient(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether the gradient of a tensor for the batch consists of, or is the sum of, the gradients for the parts."""
-    expected, *of_parts = gradients
-    present = [gradient for gradient in of_parts if gradient is not None]
-    if not present or expected is None:
-        return not present and expected is None
-    joined = _joined(expected, present)
-    return joined is None or is_near(joined, expected, _limit(expected.dtype))
-
-
-def _joined(whole: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
-    """Return the gradient of a tensor for a batch from those for parts of the batch; None if parts are missing."""
-    if parts[0].shape == whole.shape:
-        return torch.stack([*parts]).sum(0)
-    return torch.cat([*parts]) if sum(map(len, parts)) == len(whole) else None
-
-
-def _is_same_sketch(sketches: Sequence[Sketch | None]) -> bool:
-    """Whether the gradient of a parameter for the batch is the sum of the gradients for the parts."""
-    expected, *of_parts = sketches
-    present = [sketch for sketch in of_parts if sketch is not None]
-    if not present or expected is None:
-        return not present and expected is None
-    return _have_same_sum([expected], present)
-
-
-def _have_same_sum(sketches: Sequence[Sketch], others: Sequence[Sketch]) -> bool:
-    total, other = (torch.stack([sketch.values for sketch in column]).sum(0) for column in (sketches, others))
-    limit, largest = _limit(sketches[0].dtype), sketches[0].largest
-    if limit == _LOW_PRECISION:  # Terms of a sum may be much larger than the sum, and so is their rounding.
-        return _is_alike(total, other)
-    # Rounding is relative to the largest element of the gradient.
-    return is_near(torch.cat([other, largest]), torch.cat([total, largest]), limit)
-
-
-def _is_alike(expected: Tensor | None, *of_parts: Tensor | None) -> bool:
-    """Whether most of a gradient's elements for the batch are those for the parts, up to rounding."""
-    present = [gradient for gradient in of_parts if gradient is not None]
-    if not present or expected is None:
-        return not present and expected is None
-    joined = _joined(expected, present)
-    if joined is None:
-        return True
-    difference, size = (torch.linalg.vector_norm(value.double()) for value in (joined - expected, expected))
-    return bool(difference <= _ALIKE * size)
-
-
-def _is_same_beside_others(runs: _Runs, both: ProbedRun, single: ProbedRun) -> bool:
-    """Whether the first two samples have the same gradients beside each other as beside themselves.
-
-    Args:
-        runs: Runs with other samples.
-        both: Run of the two samples.
-        single: Run of one sample.
-    """
-    first, second, swapped = runs.of(0, 0), runs.of(1, 1), runs.of(1, 0)
-    of_inputs = zip(both.gradients, first.gradients, second.gradients, single.gradients, strict=True)
-    for beside, of_first, of_second, of_one in of_inputs:
-        if beside is None or of_first is None or of_second is None or of_one is None:
-            continue  # The gradients' presence was compared before.
-        if beside.shape != of_one.shape:
-            rows = len(beside) // 2
-            expected = torch.cat([of_first[:rows], of_second[rows:]])
-            if not is_near(expected, beside, _limit(beside.dtype)):
-                return False
-    of_parameters = zip(both.sketches, swapped.sketches, first.sketches, second.sketches, strict=True)
-    return all(
-        None in sketches or _have_same_sum(sketches[:2], sketches[2:])  # type: ignore[arg-type]
-        for sketches in of_parameters
-    )
-
-
-def _limit(dtype: torch.dtype) -> float:
-    is_low = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return _LOW_PRECISION if is_low else _LIMITS.get(dtype, _LOW_PRECISION)

@@ -25,6 +25,11 @@ from cnnstrategies.pipeline.term_reports import TermReport, TermReports
 from cnnstrategies.pipeline.term_rules import TermRules
 from cnnstrategies.placed import Places, RefusedError
 
+_OF_NEW_HOOKS = (
+    "stored values: this rank has a hook that stores values and was registered outside of training, and all ranks must "
+    "register such a hook"
+)
+
 
 def code_of(hook: Any) -> Any:
     """Return an object that is the same for hooks that are registered anew in each step."""
@@ -203,7 +208,9 @@ class CallTerms:
         if report.reason is None and refusal is None and microbatches.stored:
             self._combined = combine_terms(microbatches, rules, terms.watch, places)
             report = TermReport(None, self._combined.header)
-        headers = terms.reports.exchange(report, terms.first_ranks)
+        # Without a backward, ranks do not ask each other whether they have new hooks.
+        is_alone = self._has_new_hooks and not self._needs_gradient
+        headers = terms.reports.exchange(report, terms.first_ranks, _OF_NEW_HOOKS if is_alone else "stored")
         terms.is_first, self._noted = False, None
         with torch.no_grad():
             for tensor, values in self._combined.changed:

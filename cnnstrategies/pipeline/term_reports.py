@@ -49,12 +49,13 @@ class TermReports:
         self._places = places
         self._last: dict[int, TermReport] = {}
 
-    def exchange(self, report: TermReport, first_ranks: Sequence[int]) -> list[TensorHeader]:
+    def exchange(self, report: TermReport, first_ranks: Sequence[int], subject: str) -> list[TensorHeader]:
         """Exchange the reports about a call. All ranks must call this.
 
         Args:
             report: The report of this rank.
             first_ranks: For each stage, the rank that runs the first microbatch.
+            subject: Subject of the messages.
 
         Returns:
             What each stage has stored.
@@ -65,7 +66,7 @@ class TermReports:
         """
         places, last = self._places, self._last
         news = None if report == last.get(places.rank) else report
-        for rank, received in enumerate(places.exchange(news, range(places.world_size), "stored")):
+        for rank, received in enumerate(places.exchange(news, range(places.world_size), subject)):
             if received is not None:
                 last[rank] = TermReport(*received)
         refusals = [other.refusal for _, other in sorted(last.items()) if other.refusal is not None]

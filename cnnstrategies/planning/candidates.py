@@ -44,7 +44,8 @@ class Job:
         run_ahead: Whether stages hold one additional microbatch, so that messages travel while the stages compute. If
             None, stages run ahead if that saves time and fits into memory.
         state_copies: Training state (parameters, gradients and optimizer state) as a multiple of the parameters' size.
-        memory_limit: Limit in bytes that the user sets for a device's memory; None if the user sets no limit.
+        memory_limit: Limit in bytes that the user sets for the memory of a device: one limit for all devices, or the
+            limit of each device; None if the user sets no limit.
         precision: Value of ``trainer.precision`` with which the profile was measured, if this is not the value that the
             user configured, because nothing fits into memory with that value.
         update: Memory that an update of the optimizer needs besides its state.
@@ -62,7 +63,7 @@ class Job:
     activation_checkpointing: Checkpointing | None = "never"
     run_ahead: bool | None = None
     state_copies: int = 4
-    memory_limit: int | None = None
+    memory_limit: int | tuple[int, ...] | None = None
     precision: str | None = None
     update: Update = NO_UPDATE
 
@@ -73,8 +74,9 @@ class Job:
     @cached_property
     def limits(self) -> tuple[float, ...]:
         """Largest number of bytes that each device may hold. Infinite if neither the user nor the cluster limits it."""
-        limit = inf if self.memory_limit is None else self.memory_limit
-        return tuple(min(limit, memory) for memory in self.cluster.memories)
+        memories, limit = self.cluster.memories, self.memory_limit
+        limits = limit if isinstance(limit, tuple) else (inf if limit is None else limit,) * len(memories)
+        return tuple(min(pair) for pair in zip(limits, memories, strict=True))
 
     @cached_property
     def is_limited(self) -> bool:
@@ -283,4 +285,6 @@ class Candidate:
         text = " ".join([self.family, *(f"{self.options[name]}" for name in shown)])
         short = {"microbatches": "M", "accumulate_grad_batches": "accumulated"}
         more = [f"{short[name]}={self.options[name]}" for name in short if self.options.get(name, 1) != 1]
+        if "activation_checkpointing" in self.options:
+            more.append("activations recomputed")
         return ", ".join([text, *more])

@@ -72,7 +72,7 @@ def limits(ranking: Ranking, row: Candidate) -> Iterator[str]:
             yield "memory"
         elif busy[rank] >= BUSY:
             yield "compute"
-        elif busy[slowest] >= BUSY:
+        elif busy[rank] < BUSY * busy[slowest] and (busy[slowest] >= BUSY or row.bottleneck == "compute"):
             yield f"wait for rank {slowest}"
         else:
-            yield "compute" if row.bottleneck == "compute" and rank == slowest else row.bottleneck
+            yield row.bottleneck

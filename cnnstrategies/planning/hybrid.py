@@ -154,8 +154,8 @@ def _loads(predictor: Predictor, layout: Layout) -> Iterator[DeviceLoad]:
         for count, held, speed in zip(
             problem.dealt(section), problem.flights(section, run_ahead), speeds, strict=False
         ):
-            peak = problem.peak(section, count, held)
-            more = problem.peak(section, count + 1, held + 1).total - peak.total
+            peak = problem.memory.peak(section, count, held)
+            more = problem.memory.peak(section, count + 1, held + 1).total - peak.total
             yield DeviceLoad(peak, more, count, count * time / speed)
 
 

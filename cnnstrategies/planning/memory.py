@@ -6,7 +6,7 @@ moment: at the end of a forward, for example, all activations exist, and the gra
 because Lightning sets gradients to None between the forward and the backward.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from cnnstrategies.planning.costs import GraphCosts, format_bytes
@@ -219,6 +219,39 @@ def replica_peak(
             _update(held, part, state),
         )
     )
+
+
+def segments_peak(
+    costs: GraphCosts, cuts: Sequence[int], passing: int, state: OptimizerMemory, batches: int = 1, buckets: float = 0.0
+) -> PeakMemory:
+    """Return the peak of a device that trains the whole network, and computes activations again segment by segment.
+
+    Args:
+        costs: See :func:`replica_peak`.
+        cuts: Index of the first node of each segment except the first, ascending.
+        passing: Bytes of the values that pass from one segment to another, which are in memory until their backward.
+        state: See :func:`replica_peak`.
+        batches: See :func:`replica_peak`.
+        buckets: See :func:`replica_peak`.
+    """
+    whole = part_memory(costs, 0, len(costs.nodes))
+    held = PeakMemory(
+        parameters=whole.parameters,
+        optimizer=state.copies * whole.gradients,
+        messages=round(buckets * whole.gradients),
+        images=costs.input_bytes,
+        framework=costs.framework_bytes,
+    )
+    peaks, later = [_update(held, whole, state)], 0
+    bounds = list(zip((0, *cuts), (*cuts, len(costs.nodes)), strict=True))
+    for start, end in reversed(bounds):
+        part = part_memory(costs, start, end)
+        gradients = whole.gradients if batches > 1 else later
+        moments = part.forward, part.backward if batches == 1 else part.adding
+        outputs = (LOSS_TENSORS + 1) * costs.output_bytes
+        peaks += [_at(held, moment, gradients, passing, outputs=outputs) for moment in moments]
+        later += part.gradients
+    return largest(peaks)
 
 
 @dataclass(frozen=True)

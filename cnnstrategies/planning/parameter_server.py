@@ -6,12 +6,14 @@ workers and servers are modelled as a closed network of queues.
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.memory import NO_STATE, PeakMemory, replica_peak, shared_slices
+from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments, recomputed_peak
 
 PART = 2**22  # Largest size of a message in bytes. The values of a larger layer are sent in several messages.
 STALENESS = 2  # Staleness in the mode ssp. The recipe `parameter_server_ssp` has the same value.
@@ -60,7 +62,7 @@ class ParameterServer:
         ]
         for family, options, counts, step, bottleneck in rows if dealt != equal else (rows[0], *rows[2:]):
             learns = family != "parameter_server" or (counts != equal and job.profile.batch_norm)
-            yield Candidate(
+            row = Candidate(
                 family=family,
                 options=options,
                 effect=Effect.LEARNING if learns else Effect.ROUNDING,
@@ -69,6 +71,14 @@ class ParameterServer:
                 loads=job.loads(counts, self._peak),
                 bottleneck=bottleneck,
             )
+            yield row
+            if job.excess(row.memories):
+                yield replace(
+                    row,
+                    options={**options, RECOMPUTED: "except_last"},
+                    step=step + choose_segments(job.slowest(counts)[0]).again / job.slowest(counts)[1],
+                    loads=job.loads(counts, lambda count: recomputed_peak(job.profile.at(count), NO_STATE)),
+                )
 
     def _peak(self, count: int) -> PeakMemory:
         """Return the peak memory of a worker from its number of samples."""

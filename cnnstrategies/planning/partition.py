@@ -24,6 +24,8 @@ ALL_LAYOUTS = 800  # If at most this number of layouts is possible, all layouts 
 # Local searches start from the best of many sets of cuts. This is the largest number of sets that are compared, divided
 # equally among the numbers of stages that are tried.
 MOST_STARTS = 6400
+# Largest number of possible layouts of which all are considered if the local searches find none that fits into memory.
+MOST_FOR_MEMORY = 20000
 STAGES = 16  # Largest number of stages that is tried if the user does not set the number.
 PROPOSALS = 24  # Number of layouts that are simulated because they are the best by the formula of `problem.py`.
 SEARCHES = 12  # Number of layouts from which a local search by the formula of `problem.py` starts.
@@ -73,6 +75,9 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
         search.simulate_promising(search.best_by_model({*starts, *ends}, PROPOSALS))
         for start in search.dissimilar(sorted(search.costs, key=search.costs.__getitem__), SEARCHES // 2):
             search.local_search(start, search.by_simulation)
+        if search.least[0] > 0 and _number_of_layouts(problem) <= MOST_FOR_MEMORY:
+            # If few layouts fit into memory, the searches may end at layouts that do not fit.
+            search.simulate_promising(search.best_by_model(_layouts(problem), PROPOSALS))
     return min(search.costs, key=search.costs.__getitem__, default=None)
 
 

@@ -2,49 +2,19 @@
 
 import heapq
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.costs import NodeCost, Value
-from cnnstrategies.planning.memory import PartMemory, PeakMemory, StageLoad, StageTraffic, part_memory, stage_peak
+from cnnstrategies.planning.costs import NodeCost
+from cnnstrategies.planning.memory import PeakMemory
+from cnnstrategies.planning.sections import Section, StageMemory
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_gather, all_reduce
 from cnnstrategies.shares import deal, rotation, soonest
 
-
-class Section(NamedTuple):
-    """The nodes and the devices of a stage.
-
-    Attributes:
-        start: Index of the stage's first node.
-        end: Index of the stage's last node, plus 1.
-        first: Number of the stage's first device.
-        replicas: Number of replicas of the stage, which use consecutive devices.
-        awaited: Bytes of the gradients that later stages send to this stage for a microbatch.
-    """
-
-    start: int
-    end: int
-    first: int
-    replicas: int
-    awaited: int = 0
-
-
-class Crossing(NamedTuple):
-    """The values that enter and leave a stage, for one microbatch.
-
-    Attributes:
-        received: Bytes of the values that the stage receives from earlier stages.
-        returned: Bytes of the gradients that the stage sends back for them.
-        sent: Values with gradients that the stage sends to later stages.
-    """
-
-    received: int
-    returned: int
-    sent: tuple[Value, ...]
+FEW = 8  # Largest number of replicas whose numbers of microbatches are reduced one at a time until they fit.
 
 
 class Problem:
@@ -61,6 +31,7 @@ class Problem:
         microbatches: Number of microbatches of a step.
         costs: Costs of the network for one microbatch.
         recomputes: Whether the backward recomputes activations.
+        memory: Peak memory of devices.
     """
 
     def __init__(self, job: Job) -> None:
@@ -76,14 +47,12 @@ class Problem:
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
         self._statistics = self._sums(lambda node: node.statistics_bytes)
+        self.memory = StageMemory(job, self.costs)
         self._devices = job.cluster.devices if job.replicas is None else sum(job.replicas)
-        # Cached results of `_stage`, `dealt`, `_excess`, `_peak`, `part_memory` and `_crossing`, by their arguments.
+        # Cached results of `_stage`, `dealt` and `_excess`, by their arguments.
         self._known: dict[Section, tuple[float, float]] = {}
         self._deals: dict[Section, tuple[int, ...]] = {}
         self._excesses: dict[Section, float] = {}
-        self._peaks: dict[tuple[Section, int, int], PeakMemory] = {}
-        self._parts: dict[tuple[int, int], PartMemory] = {}
-        self._crossings: dict[tuple[int, int], Crossing] = {}
 
     def _sums(self, cost: Callable[[NodeCost], float]) -> list[float]:
         """Return the running sums of a cost over the nodes, starting with 0."""
@@ -101,7 +70,7 @@ class Problem:
         cuts, sections, first = layout.cuts, [], 0
         bounds = itertools.pairwise((0, *cuts, len(self.costs.nodes)))
         for (start, end), replicas in zip(bounds, layout.replicas, strict=True):
-            sections.append(Section(start, end, first, replicas, self._awaited(start, end, cuts)))
+            sections.append(Section(start, end, first, replicas, self.memory.awaited(start, end, cuts)))
             first += replicas
         return sections
 
@@ -127,12 +96,17 @@ class Problem:
         bounds = [self.microbatches] * section.replicas
         while min(bounds) > 0 and sum(bounds) >= self.microbatches:
             counts = soonest(self.microbatches, speeds, tuple(bounds))
-            pairs = enumerate(zip(counts, _held(counts, stretch), limits, strict=True))
-            full = [i for i, (count, held, limit) in pairs if self.peak(section, count, held).total > limit]
-            if not full:
+            peaks = map(self.memory.peak, itertools.repeat(section), counts, _held(counts, stretch))
+            over = [peak.total - limit for peak, limit in zip(peaks, limits, strict=True)]
+            if max(over) <= 0:
                 return counts
-            # A replica that does not fit gets one microbatch less, and the others are divided again.
-            for replica in full:
+            if len(set(zip(speeds, limits, strict=True))) == 1:
+                break  # Of equal devices, no other numbers of microbatches need less memory.
+            # Of the replicas that are too full, the one with most microbatches gets one less, and the microbatches are
+            # divided again. Others may fit then, because the order of the microbatches changes as well. With many
+            # replicas this would take long, so all that are too full get one microbatch less.
+            full = [replica for replica, size in enumerate(over) if size > 0]
+            for replica in full if section.replicas > FEW else [max(full, key=counts.__getitem__)]:
                 bounds[replica] = counts[replica] - 1
         return soonest(self.microbatches, speeds)
 
@@ -141,11 +115,7 @@ class Problem:
         if self.job.schedule != "1f1b":
             return self.microbatches
         # The number of ranks from this stage to the last stage, and one more if stages run ahead.
-        return self._devices - section.first + (run_ahead and not self.is_last(section))
-
-    def is_last(self, section: Section) -> bool:
-        """Whether a stage is the last stage."""
-        return section.end == len(self.costs.nodes)
+        return self._devices - section.first + (run_ahead and section.end != len(self.costs.nodes))
 
     def shares(self, layout: Layout) -> tuple[int, ...]:
         """Return the number of microbatches of each device.
@@ -177,78 +147,6 @@ class Problem:
         # to it.
         return _held(self.dealt(section), self._stretch(section, run_ahead))
 
-    def kept(self, peak: int) -> int:
-        """Return the largest number of microbatches whose activations a device holds at once.
-
-        Args:
-            peak: Largest number of microbatches whose inputs a device holds at once.
-        """
-        # Recomputed activations live as long as one backward. Under `except_last`, the last microbatch's activations
-        # are held at the same time.
-        return min(peak, {"never": peak, "except_last": 2, "always": 1}[self.job.checkpointings[0]])
-
-    def peak(self, section: Section, count: int, held: int) -> PeakMemory:
-        """Return the peak memory of a device of a stage.
-
-        Args:
-            section: The stage.
-            count: Number of microbatches that the device runs.
-            held: Largest number of microbatches that the device holds at once.
-        """
-        key = (section, count, held)
-        if key not in self._peaks:
-            self._peaks[key] = self._peak(section, count, held)
-        return self._peaks[key]
-
-    def _peak(self, section: Section, count: int, held: int) -> PeakMemory:
-        part = (section.start, section.end)
-        if part not in self._parts:
-            self._parts[part] = part_memory(self.costs, *part)
-        crossing = self._crossing(*part)
-        load = StageLoad(
-            count=count,
-            held=held,
-            kept=self.kept(held),
-            interleaved=self.job.schedule == "1f1b",
-            replicas=section.replicas,
-            images=0 if section.start else count * self.costs.input_bytes,
-            # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and
-            # its gradient.
-            outputs=3 * self.microbatches * self.costs.output_bytes if self.is_last(section) else 0,
-        )
-        traffic = StageTraffic(crossing.received, crossing.returned, section.awaited)
-        return stage_peak(self._parts[part], traffic, load, self.job.state, self.costs.framework_bytes)
-
-    def _crossing(self, start: int, end: int) -> Crossing:
-        """Return what enters and leaves the stage with nodes ``[start, end)``, for one microbatch."""
-        if (start, end) not in self._crossings:
-            received = [
-                value
-                for value in self.costs.values
-                if value.producer < start and any(start <= consumer < end for consumer in value.consumers)
-            ]
-            self._crossings[start, end] = Crossing(
-                sum(value.bytes for value in received),
-                sum(value.gradient_bytes for value in received),
-                tuple(
-                    value
-                    for value in self.costs.values
-                    if start <= value.producer < end and value.gradient_bytes and max(value.consumers) >= end
-                ),
-            )
-        return self._crossings[start, end]
-
-    def _awaited(self, start: int, end: int, cuts: tuple[int, ...]) -> int:
-        """Return the bytes of the gradients that later stages send back to a stage, for one microbatch.
-
-        A stage that uses a value sends one gradient for it, even if several nodes of the stage use the value.
-        """
-        return sum(
-            value.gradient_bytes
-            * len({bisect_right(cuts, consumer) for consumer in value.consumers if consumer >= end})
-            for value in self._crossing(start, end).sent
-        )
-
     def device_peaks(self, layout: Layout, run_ahead: bool) -> list[PeakMemory]:
         """Return the peak memory of each device.
 
@@ -257,7 +155,7 @@ class Problem:
             run_ahead: Whether stages hold one additional microbatch.
         """
         return [
-            self.peak(section, count, held)
+            self.memory.peak(section, count, held)
             for section in self.sections(layout)
             for count, held in zip(self.dealt(section), self.flights(section, run_ahead), strict=True)
         ]
@@ -271,7 +169,7 @@ class Problem:
             limits = self.job.limits[section.first : section.first + section.replicas]
             flights = self.flights(section, self.job.run_ahead or False)
             over = [
-                self.peak(section, count, held).total - limit
+                self.memory.peak(section, count, held).total - limit
                 for count, held, limit in zip(self.dealt(section), flights, limits, strict=True)
             ]
             self._excesses[section] = max(0.0, *over)
@@ -323,7 +221,9 @@ class Problem:
         parameters = self._parameters[end] - self._parameters[start]
         gather = all_gather(cluster, first, replicas)
         statistics = gather(self._statistics[end] - self._statistics[start])
-        results = gather(costs.output_bytes * self.microbatches / replicas) if self.is_last(section) else 0.0
+        results = (
+            gather(costs.output_bytes * self.microbatches / replicas) if section.end == len(self.costs.nodes) else 0.0
+        )
         whole = statistics + reduction(parameters) - self._drain[end] / speed
         bucket = reduction(min(parameters, BUCKET_BYTES)) - self._drain[start] / speed
         return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket) + results

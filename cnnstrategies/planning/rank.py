@@ -13,10 +13,11 @@ from typing import Any
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
-from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.hybrid import Hybrid, hybrids
 from cnnstrategies.planning.memory import PeakMemory, replica_peak
 from cnnstrategies.planning.parameter_server import ParameterServer
+from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments, recomputed_peak
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
 
 ACCUMULATED = (
@@ -113,6 +114,7 @@ def rank(job: Job) -> Ranking:
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
     notes += _reasons(same)
+    notes += _recomputation_note(job, (*same, *changing))
     for row in (*same, *changing):
         if shares := row.options.get("initial_shares") or row.options.get("shares"):
             unit = "microbatches" if isinstance(row, Hybrid) else "samples"
@@ -202,6 +204,7 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
                 yield row
                 if not job.excess(row.memories):
                     break
+            yield _recomputed(job)
     yield from _balanced(job, effect)
 
 
@@ -233,6 +236,23 @@ def _balanced(job: Job, effect: Effect) -> Iterator[Candidate]:
             return
 
 
+def _recomputed(job: Job) -> Candidate:
+    """Return DDP with activations that are computed again in the backward, by the callback ActivationCheckpointing."""
+    return _priced(job, "ddp", Effect.NONE, job.equal(), options={RECOMPUTED: "except_last"}, recomputes=True)
+
+
+def _recomputation_note(job: Job, ranked: Sequence[Candidate]) -> list[str]:
+    """Return a note with the price of recomputation, unless the ranking has a row for it."""
+    if job.samples < job.cluster.devices or any(RECOMPUTED in row.options for row in ranked):
+        return []
+    plain, light = _priced(job, "ddp", Effect.NONE, job.equal()), _recomputed(job)
+    return [
+        f"with activations that are computed again (callback ActivationCheckpointing), ddp needs "
+        f"{format_bytes(light.memory)} instead of {format_bytes(plain.memory)} on a device, and "
+        f"{digits(light.step * 1e3, 4)} ms instead of {digits(plain.step * 1e3, 4)} ms"
+    ]
+
+
 def _priced(
     job: Job,
     family: str,
@@ -241,6 +261,7 @@ def _priced(
     factor: float = 1.0,
     options: Mapping[str, Any] = MappingProxyType({}),
     batches: int = 1,
+    recomputes: bool = False,
 ) -> Candidate:
     """Return a candidate that is a variant of DDP.
 
@@ -254,10 +275,15 @@ def _priced(
         factor: Bytes of the compressed gradients divided by the bytes of the gradients; 1 without compression.
         options: Options of the candidate.
         batches: Number of batches whose gradients are accumulated for a step.
+        recomputes: Whether activations are computed again in the backward.
     """
     devices = job.cluster.devices
     costs, speed = job.slowest(counts)
     (stage,) = stage_costs(costs, ())
+    peak = partial(_peak, job, batches=batches, factor=factor)
+    if recomputes:
+        stage = replace(stage, backward=stage.backward + choose_segments(costs).again)
+        peak = partial(_recomputed_peak, job)
     compute, backward = batches * stage.time / speed, stage.backward / speed
     reduction = all_reduce(job.cluster, 0, devices)
     parts = stage.buckets(BUCKET_BYTES, backward, FIRST_BUCKET_BYTES)
@@ -268,7 +294,7 @@ def _priced(
         effect=effect,
         step=step,
         sent_bytes=round(2 * (devices - 1) * stage.parameter_bytes * factor),
-        loads=job.loads(counts, partial(_peak, job, batches=batches, factor=factor), batches),
+        loads=job.loads(counts, peak, batches),
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
 
@@ -276,6 +302,11 @@ def _priced(
 def _peak(job: Job, count: int, batches: int = 1, factor: float = 1.0) -> PeakMemory:
     """Return the peak memory of a device that has ``count`` samples of each batch."""
     return replica_peak(job.profile.at(count), job.state, batches, _buckets(job, factor))
+
+
+def _recomputed_peak(job: Job, count: int) -> PeakMemory:
+    """Return the peak memory of a device that computes activations again."""
+    return recomputed_peak(job.profile.at(count), job.state, buckets=_buckets(job))
 
 
 def _buckets(job: Job, factor: float = 1.0) -> float:

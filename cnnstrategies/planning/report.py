@@ -1,6 +1,7 @@
 """Show a plan as tables with notes, and write it as a configuration."""
 
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.rank import Ranking
+from cnnstrategies.planning.recompute import CALLBACK, RECOMPUTED
 from cnnstrategies.planning.simulate import Simulation
 from cnnstrategies.planning.stage_costs import messages, sent_in_a_step, stage_costs
 from cnnstrategies.planning.tune.settings import write_commented
@@ -145,6 +147,8 @@ def trainer_section(ranking: Ranking, row: Candidate) -> tuple[dict[str, Any], l
         trainer["precision"] = job.precision
     options = dict(row.options)
     trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
+    if options.pop(RECOMPUTED, None) is not None:
+        trainer["callbacks+"] = {"class_path": CALLBACK}
     if isinstance(row, Hybrid):
         if job.profile.nodes_have_names:
             options["cuts"] = [row.predictor.costs.nodes[cut - 1].name for cut in row.layout.cuts]
@@ -152,8 +156,12 @@ def trainer_section(ranking: Ranking, row: Candidate) -> tuple[dict[str, Any], l
             lines.append(
                 "fit does not know the node names of this profile, so it measures its own profile to choose the cuts."
             )
-        if "shares" in options:
-            # The shares are listed stage by stage, so the ranks must be numbered stage by stage as well.
+        limits = [int(limit) for limit in job.limits if limit < inf]
+        if len(limits) == job.cluster.devices:
+            # Without a limit, the first step would not save memory, and named cuts would run ahead.
+            options["memory_limit"] = limits if len(set(limits)) > 1 else limits[0]
+        if "shares" in options or isinstance(options.get("memory_limit"), list):
+            # Shares and limits are listed stage by stage, so the ranks must be numbered stage by stage as well.
             options["placement"] = "stages"
         options |= {
             "schedule": job.schedule,

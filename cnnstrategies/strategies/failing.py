@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
@@ -20,6 +21,7 @@ from cnnstrategies.errors import StoppedTogether
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.runtime.failure_store import FailureStore, RankFailure
 from cnnstrategies.runtime.failure_watch import FailureWatch
+from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_of_memory, line_of
 from cnnstrategies.strategies.meeting import MeetingDDPStrategy
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -97,9 +99,29 @@ class FailTogether(Callback):
         if isinstance(exception, StoppedTogether):
             return
         self.cause = self.cause or exception
+        self.explain_memory(trainer, exception)
         if self._watch is not None:
             place = trainer.global_rank, socket.gethostname(), os.getpid()
             self._watch.report(exception, RankFailure(*place, last_line(exception), self._exit_code(exception)))
+
+    def explain_memory(self, trainer: Trainer, exception: BaseException) -> None:
+        """Add a line to an allocator's error that names the rank, the step, the peaks and a remedy."""
+        if not is_out_of_memory(exception):
+            return
+        device = trainer.strategy.root_device
+        held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held_bytes()
+        OutOfMemory(
+            trainer.global_rank,
+            socket.gethostname(),
+            trainer.global_step,
+            f"{held / 1e6:,.0f} MB",
+            self.predicted_peak(trainer),
+            remedy_for(trainer),
+        ).attach(exception)
+
+    def predicted_peak(self, trainer: Trainer) -> str:
+        """Return a text with the predicted peak of this rank; empty if it is not known."""
+        return ""
 
     def skip_savers(self, trainer: Trainer, exception: BaseException) -> None:
         """Make the trainer skip callbacks that save a checkpoint after an exception, if this rank cannot save it."""
@@ -263,8 +285,23 @@ class FailingTogetherDDPStrategy(MeetingDDPStrategy):
         self._fails_together = None
 
 
+def remedy_for(trainer: Trainer) -> str:
+    """Return what to do if a rank has run out of memory."""
+    facts, again = facts_of(trainer.strategy), "activation_checkpointing"
+    batches = f"--trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches} with half the batch size"
+    largest = "cnnstrategies plan --largest_batch finds the largest batch that fits"
+    if facts.step_kind == "stages":
+        return f"set the strategy's option {again}: always, use more stages or microbatches; {largest}"
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+    has_callback = any(type(callback).__name__ == "ActivationCheckpointing" for callback in callbacks)
+    first = "" if has_callback else "use --trainer.callbacks+=ActivationCheckpointing, or "
+    return f"{first}{batches}, or strategy hybrid_pipeline; {largest}"
+
+
 def last_line(exception: BaseException) -> str:
     """Return the last line of an exception's traceback: the exception's class and its message."""
+    if (line := line_of(exception)) is not None:
+        return line
     return " ".join(traceback.format_exception_only(exception)[0].split())
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
 from cnnstrategies._torch_private import LoaderIterator, OperationMode
+from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.placed.operations import operation_of
 
 FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
@@ -248,6 +249,8 @@ def _copied(value: Any, made: dict[int, Any], depth: int = 3) -> Any:
         return made[id(value)]
     if isinstance(value, MethodType) and id(value.__self__) in made:
         return MethodType(value.__func__, made[id(value.__self__)])
+    if isinstance(value, RecomputedForward):
+        return value.for_copy(made[id(value.network)])
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if value is None or isinstance(value, (str, int, float, bytes, *_SHARED)) or not depth:

@@ -7,10 +7,12 @@ from torch.optim import Optimizer
 
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import Images
+from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.pipeline.tracing import seals, trace_open
 from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_bytes import META, bytes_of
 from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, replica_peak, shared_slices
+from cnnstrategies.planning.recompute import recomputed_peak
 from cnnstrategies.strategies.hybrid_pipeline.example_inputs import as_given
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.protocol import facts_of
@@ -55,10 +57,12 @@ def _replica_peak(trainer: Trainer, module: LightningModule, samples: int) -> Pe
     # The network need not be one that can be traced. The trainer trains it as it is.
     except Exception:
         return None
-    if options is not None:
-        return replica_peak(costs, NO_STATE, shared=shared_slices(costs, options.server_count(trainer.num_nodes)))
-    state = _state_of(trainer.optimizers, trainer.strategy.root_device)
-    return replica_peak(costs, state, trainer.accumulate_grad_batches, buckets or 0.0)
+    shared = 0 if options is None else shared_slices(costs, options.server_count(trainer.num_nodes))
+    state = NO_STATE if options is not None else _state_of(trainer.optimizers, trainer.strategy.root_device)
+    batches = trainer.accumulate_grad_batches if options is None else 1
+    if isinstance(forward := vars(network).get("forward"), RecomputedForward):
+        return recomputed_peak(costs, state, batches, buckets or 0.0, forward.division.cuts)
+    return replica_peak(costs, state, batches, buckets or 0.0, shared)
 
 
 def _inputs(module: LightningModule, network: nn.Module) -> Images | None:

@@ -185,7 +185,9 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.cluster] * (name in ("async", "local"))) for name in STRATEGIES]
+)
 def test_no_strategy_stops_within_an_accumulation(monkeypatch, run_cli, quick, name):
     monkeypatch.setattr(graceful_stop, "CHECK_SECONDS", ONCE_AN_EPOCH)
     warned = ["--trainer.callbacks+=test_graceful_stop.Warned", "--trainer.callbacks.init_args.step=2"]

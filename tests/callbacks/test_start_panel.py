@@ -37,6 +37,7 @@ HYBRID = [
 ]
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
     """The panel names the configured microbatches and their size; Lightning's summary shows the whole network."""
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, flush=True))

@@ -5,13 +5,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
+from planning.test_unequal import job, room
 
 from cnnstrategies.commands.arguments.options import COMMANDS
-from cnnstrategies.commands.plan import largest
+from cnnstrategies.commands.plan import largest, written
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.devices import Device
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -97,7 +102,7 @@ def test_a_plan_for_unequal_devices_shows_each_device(files: list[str], capsys: 
     words = [*files[1:3], "--bandwidth=1000", "--batch_size=64", "--have=1x24GiB@1.0, 2x2GiB@0.4"]
     COMMANDS["plan"].run(words)
     text = capsys.readouterr().out
-    assert text.count("limited by") == 3
+    assert text.count("busy limited by") == 3
     assert "…" not in text
     assert re.search(r"^ +\d +2 +0\.4 +2\.00 GiB", text, re.MULTILINE)
 
@@ -124,11 +129,29 @@ def test_the_largest_batch_is_predicted_and_confirmed(
     written = yaml.safe_load(file.read_text())
     assert written["data"]["init_args"]["global_batch_size"] == tried[1]
     assert written["trainer"]["devices"] == 2
-    monkeypatch.setattr(largest, "try_steps", lambda folder, file: "killed")
+
+
+def test_a_largest_batch_that_is_never_confirmed_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(largest, "try_steps", lambda folder, file: "out of memory")
+    monkeypatch.setattr(written, "planned", lambda ranking, row, configuration: ({}, []))
+    made = job(Device(memory=room(50)), Device(memory=room(50)))
+
+    def show(of: Job, machines: int = 1) -> str:
+        configuration: Any = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(num_nodes=machines)))
+        largest.show_largest(of, ["ddp"], 1000, configuration, None)
+        return capsys.readouterr().out
+
     with pytest.raises(SystemExit):
-        COMMANDS["plan"].run([*words, "--have=1x8MiB, 1x6MiB"])
+        show(made)
+    tried = re.findall(r"Not confirmed: with (\d+) samples a rank ran out of memory", capsys.readouterr().out)
+    assert tried == ["100", "90", "80", "70"]
+    assert "Not confirmed, because the configuration has trainer.num_nodes=2" in show(made, machines=2)
     with pytest.raises(ConfigurationError, match="largest_batch: not even one sample for each of the 2 devices fits"):
-        COMMANDS["plan"].run([*words, "--have=2x1KiB"])
+        show(job(Device(memory=1000), Device(memory=1000)))
+    with pytest.raises(ConfigurationError, match="largest_batch: the memory of the devices is not known; give it"):
+        show(job(Device(), Device()))
 
 
 def test_a_configuration_is_measured_and_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

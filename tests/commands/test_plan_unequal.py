@@ -47,7 +47,7 @@ def run(folder: Path, *words: str) -> str:
 
 def test_fit_runs_each_plan_for_unequal_devices(tmp_path: Path) -> None:
     text = run(tmp_path, "plan", "--config", QUICKSTART, "--have=1x24GiB@1.0, 2x8GiB@0.4", "--bandwidth=1000")
-    assert text.count("limited by") == 3
+    assert text.count("busy limited by") == 3
     for file in ("plan.yaml", "plan_2.yaml", "plan_3.yaml"):
         assert f"train with cnnstrategies fit --config {file}" in text
         written = yaml.safe_load((tmp_path / file).read_text())

@@ -161,7 +161,7 @@ def main() -> None:
             replicas=replicas, schedule=options.get("schedule", "1f1b"), cuts=options.get("cuts"), microbatches=4
         )
     elif name == "parameter_server":
-        strategy = ParameterServerStrategy(mode=options.get("mode", "sync"))
+        strategy = ParameterServerStrategy(mode=options.get("mode", "sync"), timeout=60.0)  # A rehearsal may be slow.
     learned = train(strategy, ranks, shards, options)
     if os.environ.get("NODE_RANK", "0") == "0":
         torch.save(learned, file)

@@ -48,6 +48,7 @@ removes(
     "a run on one machine listens at the address that torch chooses",
     killed_by=test_loopback.test_a_script_without_the_command_line_listens_on_the_loopback_only,
     gives=contextlib.nullcontext(),
+    takes_long=True,
 )
 
 

@@ -39,7 +39,7 @@ def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(original, mes
         sys.exit(1)
 
 
-@replaces(verdict, killed_by=test_race.test_equal_settings_have_no_winner)
+@replaces(verdict, killed_by=test_race.test_equal_settings_have_no_winner, takes_long=True)
 def tune_calls_one_of_two_equal_settings_faster(original, gains, error):
     judged = original(gains, error)
     return replace(judged, outcome="faster") if judged.speed > exp(MARGIN) else judged
@@ -60,6 +60,7 @@ removes(
     "every configuration is parsed twice",
     killed_by=test_cli.test_a_global_batch_that_is_too_small_is_refused_before_processes,
     gives=True,
+    takes_long=True,
 )
 removes(
     check_nulls,

@@ -48,6 +48,7 @@ def data_sets_of_equal_length_count_as_the_same_data(original, first, second):
     DividedBatches.__iter__,
     killed_by=test_own_batch_samplers.test_any_sampler_loads_what_one_device_loads,
     strategy="parameter_server",
+    takes_long=True,
 )
 def every_rank_gets_all_batches_of_a_users_batch_sampler(original, self):
     return iter(self.batches)

@@ -33,7 +33,9 @@ removes(
 
 
 @replaces(
-    CompressedDDPStrategy.configure_ddp, killed_by=test_data_parallel.test_compressed_gradients_stay_close_to_ddps
+    CompressedDDPStrategy.configure_ddp,
+    killed_by=test_data_parallel.test_compressed_gradients_stay_close_to_ddps,
+    takes_long=True,
 )
 def compressed_ddp_does_not_compress(original, self):
     DDPStrategy.configure_ddp(self)
@@ -51,6 +53,7 @@ removes(
     Stepper.restore_gradients,
     "gradients are gone after a step",
     killed_by=test_parameter_server_own_code.test_gradients_stay_until_the_next_backward,
+    takes_long=True,
 )
 
 
@@ -66,6 +69,7 @@ removes(
     Deals.change,
     "a slow rank keeps its share",
     killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory,
+    takes_long=True,
 )
 removes(
     MeanTerm.scale,
@@ -73,6 +77,7 @@ removes(
     killed_by=test_loss_means.test_each_mean_of_a_loss_has_its_own_divisor,
     strategy=test_loss_means.served,
     accumulated=1,
+    takes_long=True,
 )
 removes(
     compare_with_parts,
@@ -80,11 +85,13 @@ removes(
     killed_by=test_loss_means.test_a_sum_is_the_sum_over_the_global_batch,
     gives=LossComparison("mean"),
     strategy=test_loss_means.served,
+    takes_long=True,
 )
 removes(
     Balance.stay,
     "measured shares change although the loss compares samples",
     killed_by=test_loss_means.test_measured_shares_stay_equal_for_such_a_loss,
+    takes_long=True,
 )
 
 
@@ -115,6 +122,7 @@ def a_slow_rank_gets_the_share_of_a_fast_rank(original, now, deals, seconds, ste
     DealtBatches.rank_batches,
     killed_by=test_balanced.test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again,
     strategy="ddp",
+    takes_long=True,
 )
 def batches_that_are_already_loaded_are_divided_again(original, self, order, first=0):
     for batch in original(self, order, first):
@@ -122,7 +130,7 @@ def batches_that_are_already_loaded_are_divided_again(original, self, order, fir
         yield batch
 
 
-@replaces(propose, killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory)
+@replaces(propose, killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory, takes_long=True)
 def a_fast_rank_gets_more_samples_than_fit_into_its_memory(original, now, deals, seconds, step, fitting):
     return original(now, deals, seconds, step, [inf] * len(now))
 
@@ -134,6 +142,7 @@ def a_fast_rank_gets_more_samples_than_fit_into_its_memory(original, now, deals,
     ranks=3,
     accumulated=2,
     samples=58,
+    takes_long=True,
 )
 def servers_count_a_repeated_sample_of_another_rank(original, self, samples):
     original(self, max(1, samples))

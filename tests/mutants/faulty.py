@@ -40,6 +40,7 @@ class Mutant:
         killed_by: The test that must fail.
         noticed_by: Exceptions that the failing test may raise.
         arguments: Arguments of the test that are not fixtures, by parameter name.
+        takes_long: Whether the test takes more than 0.3 s of processor time. `make mutants` runs these mutants.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Mutant:
     killed_by: Callable[..., object]
     noticed_by: tuple[type[BaseException], ...]
     arguments: dict[str, Any]
+    takes_long: bool
 
     def __str__(self) -> str:
         return self.name
@@ -90,6 +92,7 @@ def replaces(
     original: Callable[..., Any],
     killed_by: Callable[..., object],
     noticed_by: tuple[type[BaseException], ...] = FAILURES,
+    takes_long: bool = False,
     **arguments: Any,
 ) -> Callable[[Callable[..., Any]], Mutant]:
     """Return a decorator that makes a mutant of a faulty version.
@@ -98,11 +101,12 @@ def replaces(
         original: The original function.
         killed_by: The test that must fail.
         noticed_by: Exceptions that the failing test may raise.
+        takes_long: Whether the test takes more than 0.3 s of processor time.
         arguments: Arguments of the test that are not fixtures.
     """
 
     def made(faulty: Callable[..., Any]) -> Mutant:
-        MUTANTS.append(Mutant(faulty.__name__, faulty, original, killed_by, noticed_by, arguments))
+        MUTANTS.append(Mutant(faulty.__name__, faulty, original, killed_by, noticed_by, arguments, takes_long))
         return MUTANTS[-1]
 
     return made
@@ -114,6 +118,7 @@ def removes(
     killed_by: Callable[..., object],
     gives: Any = None,
     noticed_by: tuple[type[BaseException], ...] = FAILURES,
+    takes_long: bool = False,
     **arguments: Any,
 ) -> None:
     """Make a mutant that only returns a constant.
@@ -124,7 +129,8 @@ def removes(
         killed_by: The test that must fail.
         gives: The mutant's return value.
         noticed_by: Exceptions that the failing test may raise.
+        takes_long: Whether the test takes more than 0.3 s of processor time.
         arguments: Arguments of the test that are not fixtures.
     """
     name = fault.replace(" ", "_")
-    MUTANTS.append(Mutant(name, lambda *_, **__: gives, original, killed_by, noticed_by, arguments))
+    MUTANTS.append(Mutant(name, lambda *_, **__: gives, original, killed_by, noticed_by, arguments, takes_long))

@@ -35,6 +35,7 @@ removes(
     killed_by=test_pipeline_shares.test_any_shares_of_replicas_train_the_weights_of_one_process,
     samples=87,
     accumulated=1,
+    takes_long=True,
 )
 
 
@@ -43,6 +44,7 @@ removes(
     killed_by=test_pipeline_shares.test_a_users_loader_is_also_divided_by_shares,
     strategy=functools.partial(test_pipeline_shares.piped, [3, 1, 1]),
     suffix=", rank by rank",
+    takes_long=True,
 )
 def replicas_load_equal_parts_and_run_unequal_ones(original, loader, trainer, deals):
     return loader
@@ -55,7 +57,11 @@ removes(
 )
 
 
-@replaces(PlacedModule.on_rank_zero, killed_by=test_hybrid_pipeline.test_metrics_and_best_checkpoint_equal_one_process)
+@replaces(
+    PlacedModule.on_rank_zero,
+    killed_by=test_hybrid_pipeline.test_metrics_and_best_checkpoint_equal_one_process,
+    takes_long=True,
+)
 def a_checkpoint_has_only_the_weights_of_the_first_stage(original, self, value):
     whole = original(self, value)
     with self.places.local():
@@ -63,7 +69,9 @@ def a_checkpoint_has_only_the_weights_of_the_first_stage(original, self, value):
 
 
 @replaces(
-    PlacedModule.restore, killed_by=test_hybrid_pipeline.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale
+    PlacedModule.restore,
+    killed_by=test_hybrid_pipeline.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale,
+    takes_long=True,
 )
 def after_fit_each_rank_has_only_its_own_stages_weights(original, self, optimizers):
     foreign = [parameter for parameter in self.module.parameters() if isinstance(parameter, ForeignTensor)]
@@ -75,6 +83,7 @@ def after_fit_each_rank_has_only_its_own_stages_weights(original, self, optimize
 @replaces(
     HybridPipelineStrategy.reduce,
     killed_by=test_hybrid_pipeline.test_ordinary_loaders_give_the_metrics_of_one_process,
+    takes_long=True,
 )
 def a_sum_over_ranks_counts_the_batch_once_per_rank(original, self, tensor, group=None, reduce_op="mean"):
     reduced = original(self, tensor, group, reduce_op)
@@ -129,6 +138,7 @@ def predictions_stay_in_the_last_stage(original, places, predictions):
     LoadingRanks.batches,
     killed_by=test_divided_loaders.test_each_sample_is_evaluated_once_however_the_data_are_divided,
     name="two stages",
+    takes_long=True,
 )
 def only_the_first_stage_loads_what_all_ranks_have_divided(original, self, batches):
     self.all_load = False
@@ -139,6 +149,7 @@ def only_the_first_stage_loads_what_all_ranks_have_divided(original, self, batch
     HybridPipelineStrategy.keeps_sampler,
     killed_by=test_divided_loaders.test_each_sample_is_evaluated_once_however_the_data_are_divided,
     name="three ranks",
+    takes_long=True,
 )
 def what_the_user_has_divided_is_divided_again(original, self, loader):
     return False

@@ -41,6 +41,7 @@ removes(
     SameCheckpoint.setup,
     "ranks resume from different checkpoints",
     killed_by=test_checkpoint_words.test_ranks_with_different_checkpoints_do_not_start,
+    takes_long=True,
 )
 
 
@@ -74,6 +75,7 @@ def an_exported_network_may_give_different_logits(original, self, file, images, 
     killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=1,
     cases=[test_trainer_on_gpu.Case(lambda: "auto")],
+    takes_long=True,
 )
 def a_loss_is_read_on_the_host_before_it_is_added(original, self, mean, samples):
     if not mean.isnan():
@@ -86,4 +88,5 @@ removes(
     killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(lambda: "ddp")],
+    takes_long=True,
 )

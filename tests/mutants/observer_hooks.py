@@ -16,6 +16,7 @@ removes(
     kind=own_code.Hooks,
     callbacks=(own_code.Scaled(),),
     noticed_by=(ConfigurationError,),
+    takes_long=True,
 )
 removes(
     weight_observers,
@@ -31,6 +32,7 @@ removes(
     noticed_by=(ConfigurationError,),
     kind=own_code.Following,
     callbacks=(),
+    takes_long=True,
 )
 def weights_read_outside_their_modules_forward_are_not_waited_for(original, self, func, types, args=(), kwargs=None):
     return func(*args, **(kwargs or {}))

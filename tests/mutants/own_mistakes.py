@@ -71,6 +71,7 @@ def a_server_accepts_none_in_place_of_an_integer(original, self, name, least=0):
     Message.table,
     killed_by=test_insider_fuzz.test_no_message_of_a_peer_makes_a_role_fail,
     noticed_by=(TypeError, ValueError, IndexError),
+    takes_long=True,
 )
 def a_members_report_is_accepted_in_any_form(original, self, name, *columns):
     return self.fields.get(name)

@@ -15,11 +15,13 @@ removes(
     "each rank builds the whole network",
     killed_by=test_whole_step_own_stage.test_replicas_start_equal_and_refusals_name_what_a_rank_cannot_build_or_save,
     gives=contextlib.nullcontext([]),
+    takes_long=True,
 )
 removes(
     share_among_replicas,
     "the replicas of a stage start with different random values",
     killed_by=test_whole_step_own_stage.test_replicas_start_equal_and_refusals_name_what_a_rank_cannot_build_or_save,
+    takes_long=True,
 )
 
 

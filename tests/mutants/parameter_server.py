@@ -34,7 +34,12 @@ from cnnstrategies.strategies.parameter_server.torch_group import WorkerExchange
 # Combined pushes of a node
 
 
-@replaces(SharedState.lead, killed_by=test_combiner.test_no_living_workers_gradient_is_lost_or_counts_twice, nodes=1)
+@replaces(
+    SharedState.lead,
+    killed_by=test_combiner.test_no_living_workers_gradient_is_lost_or_counts_twice,
+    nodes=1,
+    takes_long=True,
+)
 def gradients_that_a_dead_leader_did_not_push_are_lost(original, self, step):
     for gradient in self.gradients:
         gradient.zero_()

@@ -40,10 +40,15 @@ removes(
     GradientReducer.overlap,
     "gradients are summed only after the last backward",
     killed_by=test_executor.test_replicas_sum_gradients_while_the_last_backward_runs,
+    takes_long=True,
 )
 
 
-@replaces(StatisticsTable.send, killed_by=test_batch_norm.test_running_statistics_of_batch_norm_equal_one_process)
+@replaces(
+    StatisticsTable.send,
+    killed_by=test_batch_norm.test_running_statistics_of_batch_norm_equal_one_process,
+    takes_long=True,
+)
 def running_statistics_cover_only_the_replicas_own_microbatches(original, self, group):
     original(self, None)
 
@@ -54,6 +59,7 @@ removes(
     killed_by=test_compiled.test_recomputed_stages_train_the_same_values,
     backend=None,
     batches=(12,),
+    takes_long=True,
 )
 
 
@@ -62,19 +68,20 @@ removes(
     killed_by=test_compiled.test_recomputed_stages_train_the_same_values,
     backend="eager",
     batches=(12,),
+    takes_long=True,
 )
 def a_compiled_stages_first_forward_runs_without_autograd(original, self, again):
     return not again
 
 
-@replaces(tasks_of, killed_by=test_executor.test_peak_memory_holds_only_the_microbatches_in_flight)
+@replaces(tasks_of, killed_by=test_executor.test_peak_memory_holds_only_the_microbatches_in_flight, takes_long=True)
 def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
     original, placement, rank, schedule="1f1b", run_ahead=False
 ):
     return original(placement, rank, "gpipe", run_ahead)
 
 
-@replaces(Placement.rank_of, killed_by=test_layouts.test_random_layouts_equal_one_process, part=1)
+@replaces(Placement.rank_of, killed_by=test_layouts.test_random_layouts_equal_one_process, part=1, takes_long=True)
 def messages_are_sent_to_the_ranks_that_equal_shares_imply(original, self, stage, microbatch):
     return self.ranks(stage)[microbatch % self.replicas[stage]]
 
@@ -84,6 +91,7 @@ def messages_are_sent_to_the_ranks_that_equal_shares_imply(original, self, stage
     killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped, module=test_trainer_on_gpu.OwnModule)],
+    takes_long=True,
 )
 def a_step_waits_for_the_device_to_read_an_output(original, self, outputs):
     if self.network.runner.last:
@@ -97,6 +105,7 @@ def a_step_waits_for_the_device_to_read_an_output(original, self, outputs):
     killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped, module=test_trainer_on_gpu.OwnModule)],
+    takes_long=True,
 )
 def sizes_of_a_batch_go_through_nccl(original, self, placement, timeout, device=CPU):
     original(self, placement, timeout, device)
@@ -152,10 +161,13 @@ removes(
     RankWatch.tell,
     "only the neighbour of a lost rank learns about the loss",
     killed_by=test_rank_watch.test_the_other_ranks_end_within_seconds_and_name_the_lost_rank,
+    takes_long=True,
 )
 
 
-@replaces(Bucket.without_gradient, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
+@replaces(
+    Bucket.without_gradient, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0, takes_long=True
+)
 def a_replica_lacks_gradients_that_only_other_replicas_computed(original, self, reached):
     return [parameter for parameter in self.parameters if parameter not in reached]
 

@@ -6,19 +6,34 @@ import test_partition
 import test_rank
 import test_redeal
 import test_scaling
+import test_unequal
 from mutants.faulty import replaces
 
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.redeal import redeal
 from cnnstrategies.planning.scaling.figures import Measurements
 from cnnstrategies.planning.scaling.timeline import BARRIER, BUFFERS, GRADIENTS, LOG, predict
+from cnnstrategies.shares import soonest
 
 
 @replaces(Predictor.search, killed_by=test_partition.test_a_memory_limit_is_kept_when_few_layouts_fit)
 def the_memory_limit_is_ignored(original, self):
     return original(Predictor(replace(self.job, memory_limit=None)))
+
+
+@replaces(Problem.dealt, killed_by=test_unequal.test_the_search_keeps_each_devices_limit_and_is_close_to_brute_force)
+def microbatches_are_divided_by_speed_alone(original, self, section):
+    devices = slice(section.first, section.first + section.replicas)
+    return self.job.shares[devices] if self.job.shares else soonest(self.microbatches, self.cluster.speeds[devices])
+
+
+@replaces(Job.most_samples, killed_by=test_unequal.test_shares_and_accumulation_keep_each_devices_limit)
+def all_devices_get_the_limit_of_the_smallest(original, self, peak):
+    most = original(self, peak)
+    return [min(most)] * len(most)
 
 
 @replaces(Problem.bound, killed_by=test_partition.test_no_time_is_below_its_bound)

@@ -30,7 +30,7 @@ def a_worker_gets_values_without_its_own_push(original, self, worker, keys, pull
     original(self, worker, keys, replace(pull, version=0, member=None))
 
 
-@replaces(Server.on_message, killed_by=HUNDRED_RUNS)
+@replaces(Server.on_message, killed_by=HUNDRED_RUNS, takes_long=True)
 def a_repeated_push_is_applied_again(original, self, now, route, user, header, payload):
     sender, seen = (header.sender, header.incarnation), self.store.seen.get(header.key, {})
     if header.kind == Kind.PUSH and sender in seen:
@@ -38,7 +38,7 @@ def a_repeated_push_is_applied_again(original, self, now, route, user, header, p
     return original(self, now, route, user, header, payload)
 
 
-@replaces(StaleClock.may_start, killed_by=HUNDRED_RUNS)
+@replaces(StaleClock.may_start, killed_by=HUNDRED_RUNS, takes_long=True)
 def a_worker_runs_one_step_further_ahead_than_the_staleness(original, self, clock):
     return original(self, clock - 1)
 

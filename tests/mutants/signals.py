@@ -14,7 +14,11 @@ from cnnstrategies.runtime.stop_signals import Repeated, _SignalThread, leave_to
 LIMITED = test_supervision.test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselves
 
 
-@replaces(_SignalThread.forget, killed_by=test_stop_signals.test_a_forked_process_acts_on_its_own_signals_alone)
+@replaces(
+    _SignalThread.forget,
+    killed_by=test_stop_signals.test_a_forked_process_acts_on_its_own_signals_alone,
+    takes_long=True,
+)
 def a_signal_to_a_forked_process_acts_in_its_parent(original, self):
     signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
 

@@ -28,6 +28,7 @@ removes(
     "a cut passes through a module with a hook",
     killed_by=test_users_modules.test_attributes_hooks_and_modes_stay_live,
     gives=False,
+    takes_long=True,
 )
 removes(
     Untouched.__exit__,
@@ -37,7 +38,9 @@ removes(
 )
 
 
-@replaces(without_tensor_hooks, killed_by=test_whole_batch.test_a_loss_may_compare_all_samples_of_two_calls)
+@replaces(
+    without_tensor_hooks, killed_by=test_whole_batch.test_a_loss_may_compare_all_samples_of_two_calls, takes_long=True
+)
 @contextmanager
 def a_gradient_hook_fires_per_microbatch(original: Any, tensors: Any) -> Iterator[None]:
     yield
@@ -48,17 +51,22 @@ removes(
     "the generators do not advance after a call that draws",
     killed_by=test_placed_network.check_layouts,
     layouts={("first",): [(1, 1)]},
+    takes_long=True,
 )
 
 
-@replaces(Draws.again, killed_by=test_second_forward.test_a_second_forward_changes_nothing)
+@replaces(Draws.again, killed_by=test_second_forward.test_a_second_forward_changes_nothing, takes_long=True)
 @contextmanager
 def a_forward_that_runs_again_draws_other_numbers(original: Any, self: Draws, microbatch: int) -> Iterator[None]:
     yield
 
 
 @replaces(
-    LossOfCall.compare, killed_by=test_declared_loss.check_layout, replicas=(1, 1), names=["doubled", "other_values"]
+    LossOfCall.compare,
+    killed_by=test_declared_loss.check_layout,
+    replicas=(1, 1),
+    names=["doubled", "other_values"],
+    takes_long=True,
 )
 def the_check_of_the_declared_loss_is_left_out(original: Any, self: LossOfCall, *args: Any) -> Any:
     return original(self, *args)._replace(kind="factor")
@@ -72,7 +80,13 @@ removes(
 )
 
 
-@replaces(StageRunner.run_tasks, killed_by=test_declared_loss.check_layout, replicas=(1, 1), names=["doubled"])
+@replaces(
+    StageRunner.run_tasks,
+    killed_by=test_declared_loss.check_layout,
+    replicas=(1, 1),
+    names=["doubled"],
+    takes_long=True,
+)
 def stages_of_a_declared_loss_store_the_activations_of_all_microbatches(
     original: Any, self: StageRunner, kinds: Any, schedule: Any, *args: Any
 ) -> None:
@@ -85,6 +99,7 @@ def stages_of_a_declared_loss_store_the_activations_of_all_microbatches(
     kinds=(test_pipeline_ways_to_write.Probe,),
     replicas=[1, 1],
     microbatches=3,
+    takes_long=True,
 )
 def weights_without_a_gradient_in_this_step_decay_after_an_earlier_gradient(
     original: Any, self: PlacedCall, gradients: Any
@@ -103,6 +118,7 @@ def weights_without_a_gradient_in_this_step_decay_after_an_earlier_gradient(
     PlacedCall._used,  # noqa: SLF001
     killed_by=test_placed_network.check_layouts,
     layouts={("first",): [(1, 1)]},
+    takes_long=True,
 )
 def ranks_agree_on_parameters_with_a_gradient_in_the_first_step_only(
     original: Any, self: PlacedCall, outputs: Any, local_keys: Any, terms: CallTerms

@@ -29,4 +29,5 @@ removes(
     hold_to,
     "images of other shapes are accepted by a trace",
     killed_by=test_stage.test_branches_on_shapes_hold_for_images_of_the_traced_shape,
+    takes_long=True,
 )

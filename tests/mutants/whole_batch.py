@@ -30,6 +30,7 @@ removes(
     StageReplicas.copy_from_first,
     "replicas train parameters outside of the network from their own copies of the loss",
     killed_by=test_placed_module.test_replicas_use_the_first_replicas_gradients_of_parameters_outside_of_the_network,
+    takes_long=True,
 )
 
 
@@ -64,6 +65,7 @@ removes(
     killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped)],
+    takes_long=True,
 )
 
 
@@ -76,24 +78,25 @@ def verdicts_that_have_not_arrived_count_as_right(original: Any, self: LateVerdi
 TERMS: dict[str, Any] = {"killed_by": test_stored.check_layout, "replicas": (1, 1, 1), "cases_again": []}
 
 
-@replaces(CallTerms.own_gradients, cases=["terms"], **TERMS)
+@replaces(CallTerms.own_gradients, cases=["terms"], **TERMS, takes_long=True)
 def a_stored_term_has_no_gradient(original: Any, self: CallTerms, gradients: Any) -> Any:
     return [None] * len(original(self, gradients))
 
 
-@replaces(gradient_of_part, cases=["terms"], **TERMS)
+@replaces(gradient_of_part, cases=["terms"], **TERMS, takes_long=True)
 def each_microbatch_gets_the_whole_gradient_of_a_stored_mean(
     original: Any, rule: Any, gradient: Any, *args: Any
 ) -> Any:
     return gradient if rule.kind == "mean" else original(rule, gradient, *args)
 
 
-removes(MixingProbe.verdict, "stages that mix samples run parts of a batch", cases=["mixed"], **TERMS)
-removes(StoredWatch.put, "a stored value is that of the last microbatch", cases=["terms"], **TERMS)
+removes(MixingProbe.verdict, "stages that mix samples run parts of a batch", cases=["mixed"], **TERMS, takes_long=True)
+removes(StoredWatch.put, "a stored value is that of the last microbatch", cases=["terms"], **TERMS, takes_long=True)
 removes(
     SecondForwards.check,
     "a second forward may give other results",
     killed_by=test_second_forward.test_a_forward_that_cannot_be_repeated_is_refused,
+    takes_long=True,
 )
 removes(
     adopt_copies,
@@ -101,10 +104,11 @@ removes(
     killed_by=test_network_copies.check_layout,
     cuts=["stem"],
     replicas=(1, 1),
+    takes_long=True,
 )
 
 
-@replaces(WholeBatch.backward, killed_by=test_exact_resume.test_continued_runs_are_equal_in_each_bit)
+@replaces(WholeBatch.backward, killed_by=test_exact_resume.test_continued_runs_are_equal_in_each_bit, takes_long=True)
 def the_first_backwards_of_a_run_start_from_other_gradients_than_later_ones(
     original: Any, self: WholeBatch, *args: Any
 ) -> Any:

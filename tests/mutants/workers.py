@@ -18,12 +18,12 @@ from cnnstrategies.paramserver.worker.worker import WorkerRole
 HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_workers_and_servers_violates_an_invariant
 
 
-@replaces(Pulls.take, killed_by=HUNDRED_RUNS)
+@replaces(Pulls.take, killed_by=HUNDRED_RUNS, takes_long=True)
 def the_reply_to_an_older_pull_is_accepted(original, self, header, payload):
     return original(self, header._replace(step=self.step), payload)
 
 
-removes(Connections.lost, "a worker waits for values that are lost", killed_by=HUNDRED_RUNS)
+removes(Connections.lost, "a worker waits for values that are lost", killed_by=HUNDRED_RUNS, takes_long=True)
 
 
 @replaces(

@@ -35,7 +35,7 @@ from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import run as run_module
 from cnnstrategies.strategies.parameter_server.joining import JoiningStrategy
 
-RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
+RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "1"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 TIMEOUT = 10.0  # seconds
 SIZES = (240, 160, 80)

@@ -11,9 +11,9 @@ from test_placed_network import placed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from cnnstrategies.pipeline import first_forward, mixing_backward
+from cnnstrategies.pipeline import compared_gradients, first_forward
+from cnnstrategies.pipeline.compared_gradients import Sketch
 from cnnstrategies.pipeline.first_forward import NotedParameters
-from cnnstrategies.pipeline.mixing_backward import Sketch
 from cnnstrategies.placed import GlooLink, Places
 
 WIDTH, LAYERS = 128, 12
@@ -34,7 +34,7 @@ def held(function: Callable[[], Any]) -> tuple[int, int, Any]:
 
 def peaks() -> tuple[int, list[int], list[int]]:
     """Return the bytes of the stage's parameters, and the peaks of two forwards and of their steps."""
-    first_forward.CHUNK = mixing_backward.CHUNK = 1024  # The layers are small.
+    first_forward.CHUNK = compared_gradients.CHUNK = 1024  # The layers are small.
     torch.manual_seed(0)
     network = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
     rank, size = dist.get_rank(), dist.get_world_size()

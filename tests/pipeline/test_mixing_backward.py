@@ -104,6 +104,25 @@ def test_functions_of_the_batch_size_are_found(is_rounded: bool) -> None:
     assert "another gradient in another batch" in str(reason(network, near_zero(4)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_zero_but_for_rounding_is_not_mixing(dtype: torch.dtype) -> None:
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.InstanceNorm2d(8),
+        nn.Conv2d(8, 8, 3),
+        nn.GroupNorm(8, 8),
+        nn.Flatten(),
+        nn.Linear(1152, 3),
+    ).to(dtype)
+    images = torch.randn(4, 3, 16, 16, dtype=dtype)
+    assert reason(network, images) is None
+    network(images).square().sum().backward()
+    bias, weight = (network.get_parameter(name).grad for name in ("0.bias", "0.weight"))
+    assert bias is not None
+    assert weight is not None
+    assert bias.abs().max() < 0.01 * weight.abs().max(), "an instance normalisation removes the bias"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_ordinary_network_mixes_nothing_in_any_precision(dtype: torch.dtype) -> None:
     network = SmallResNet(10)

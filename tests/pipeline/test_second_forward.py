@@ -200,9 +200,8 @@ def test_a_second_forward_changes_nothing() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1)])
-def test_a_second_forward_changes_nothing_in_more_layouts(replicas: tuple[int, ...]) -> None:
-    check_layout(replicas)
+def test_a_second_forward_changes_nothing_with_replicas() -> None:
+    check_layout((2, 1))
 
 
 class Drawing(nn.Module):

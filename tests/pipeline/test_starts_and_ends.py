@@ -88,7 +88,13 @@ def _command(batches: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "ranks"), [(run_engine, 3), (run_strategy, 3), (run_command, 2), (run_stopped_command, 2)]
+    ("run", "ranks"),
+    [
+        (run_engine, 3),
+        (run_strategy, 3),
+        pytest.param(run_command, 2, marks=pytest.mark.cluster),
+        (run_stopped_command, 2),
+    ],
 )
 def test_no_thread_of_a_group_is_left_when_the_interpreter_ends(run: Callable[[], None], ranks: int) -> None:
     def rank() -> None:

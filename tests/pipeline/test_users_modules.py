@@ -274,7 +274,8 @@ def try_published(names: list[str]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("names", [SMALL_TIMM, pytest.param(OTHER_TIMM, marks=pytest.mark.cluster)])
+@pytest.mark.cluster
+@pytest.mark.parametrize("names", [SMALL_TIMM, OTHER_TIMM])
 def test_published_networks_are_divided_and_left_as_they_are(names: list[str]) -> None:
     assert run_apart(try_published, names) == []
 

@@ -17,13 +17,14 @@ STEPS = 4
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer that counts its steps by a number, and replaces the storages of parameters."""
+    """An optimizer that counts its steps by a number, reads the loss, and replaces the storages of parameters."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Any = None) -> Any:
         loss = closure() if closure is not None else None
+        self.rate = 1.0 if loss is None else 1 / (1 + abs(float(loss)))
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -33,7 +34,7 @@ class Plain(torch.optim.Optimizer):
     def change(self, parameter: Tensor, gradient: Tensor, state: Any, lr: float) -> None:
         state["count"] = state.get("count", 0) + 1
         state["parts"] = [gradient.abs().max(), gradient * 2]
-        parameter.data = parameter.data - lr / state["count"] * gradient / gradient.norm().item()
+        parameter.data = parameter.data - lr * self.rate / state["count"] * gradient / gradient.norm().item()
 
 
 class NormOfAll(Plain):

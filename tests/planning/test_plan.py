@@ -16,8 +16,8 @@ from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.planning.predict import Predictor, choose_layout
-from cnnstrategies.planning.problem import Section
 from cnnstrategies.planning.report import stages_table, summary
+from cnnstrategies.planning.sections import Section
 
 pytestmark = pytest.mark.light
 

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planning.random_graphs import best_of_all, chain, predictor, random_question, with_unequal_memories
@@ -21,7 +22,7 @@ from cnnstrategies.planning.devices import Device, described, read_devices
 from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.largest_batch import largest_of
 from cnnstrategies.planning.memory import OptimizerMemory, replica_peak
-from cnnstrategies.planning.rank import NothingFitsError, data_parallel, rank
+from cnnstrategies.planning.rank import NothingFitsError, Ranking, data_parallel, rank
 from cnnstrategies.planning.report import trainer_section
 
 pytestmark = pytest.mark.light
@@ -93,10 +94,7 @@ def test_a_machine_of_a_cluster_file_may_have_unequal_devices(tmp_path: Path) ->
 
 
 def test_the_search_keeps_each_devices_limit_and_is_close_to_brute_force() -> None:
-    """Brute force tries all layouts with all numbers of microbatches of each device.
-
-    Of 3,000 searches 99 % found the best plan, and the worst was 12 % slower.
-    """
+    """Brute force tries all layouts with all numbers of microbatches of each device."""
     rng = random.Random(61)
     over, fitting = [], 0
     for _ in range(40):
@@ -112,7 +110,7 @@ def test_the_search_keeps_each_devices_limit_and_is_close_to_brute_force() -> No
             assert planner.job.excess(planner.device_memory(layout, planner.job.run_ahead or False)) == 0
             over.append(time / best)
             fitting += 1
-    assert max(over) <= 1.25
+    assert max(over) <= 1.15
     assert sum(ratio <= 1.05 for ratio in over) >= 0.9 * fitting > 5
 
 
@@ -186,6 +184,21 @@ def test_ranks_use_the_devices_in_the_order_that_fits_best() -> None:
     assert list(orders([equal] * 3)) == [(0, 1, 2)]
     assert list(orders([equal, Device(0.5), Device(0.5)])) == [(0, 1, 2), (1, 2, 0)]
     assert len(list(orders([Device(speed) for speed in (1.0, 2.0, 3.0, 4.0)]))) == 6
+
+
+def test_a_plan_writes_each_ranks_limit() -> None:
+    def written(*devices: Device) -> dict[str, Any]:
+        made = job(*devices, parameters=10**6)
+        (row, *_) = hybrids(made)
+        section, _ = trainer_section(Ranking(made, (row,), (), ()), row)
+        options: dict[str, Any] = section["strategy"]["init_args"]
+        return options
+
+    large, small = Device(memory=10**9), Device(memory=5 * 10**8)
+    options = written(large, small)
+    assert (options["memory_limit"], options["placement"]) == ([10**9, 5 * 10**8], "stages")
+    assert written(large, large)["memory_limit"] == 10**9
+    assert "memory_limit" not in written(large, Device())
 
 
 def test_another_precision_changes_learning_and_is_written(tmp_path: Path) -> None:

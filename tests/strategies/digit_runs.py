@@ -112,7 +112,7 @@ def assert_same_run(actual: dict[str, Any], expected: dict[str, Any], rtol: floa
     """
     assert list(actual["state_dict"]) == list(expected["state_dict"])
     for name, value in expected["state_dict"].items():
-        error = float((actual["state_dict"][name] - value).norm() / value.norm())
+        error = float((actual["state_dict"][name] - value).double().norm() / value.double().norm())
         assert error <= rtol, f"{name}: relative error {error:.1e}"
     for got, wanted in zip(actual["optimizer_states"], expected["optimizer_states"], strict=True):
         assert got["param_groups"] == wanted["param_groups"]

@@ -40,6 +40,7 @@ def test_the_documented_strategy_trains_with_the_documented_command(run_cli, qui
     assert list(Path("runs").rglob("last.ckpt"))
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_the_documented_strategy_is_checked_with_the_documented_command(run_cli) -> None:
     Path("sign_ddp.py").write_text(blocks("python")[0])
     program, *words = shlex.split(blocks("bash")[1])

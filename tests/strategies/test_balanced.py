@@ -188,7 +188,7 @@ def test_samples_get_equal_weights_in_manual_optimization(monkeypatch):
     assert_same_run(train("dealt", balanced(shares=[3, 1]), 2, **common), train("one", **common))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "servers"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("servers", marks=pytest.mark.cluster)])
 def test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again(tmp_path, strategy):
     """Shares follow within an epoch. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
     # Lightning loads a checkpoint before it converts the network to float64, so the network must be in float64 already.
@@ -224,6 +224,7 @@ def test_no_rank_gets_more_samples_than_fit_into_its_memory(tmp_path, monkeypatc
     assert json.loads((tmp_path / "dealt-0.json").read_text())[:16:15] == [10, 12]
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_a_slow_rank_gets_a_smaller_share_even_in_very_short_epochs(tmp_path):
     slow = SlowRank(tmp_path, lambda step: True)
     train("short", balanced(shares="auto"), 2, limit_train_batches=2, max_epochs=16, callbacks=[slow])

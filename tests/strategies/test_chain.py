@@ -110,7 +110,7 @@ def test_programs_equal_one_device(strategy: str, launcher: Sequence[str], singl
     assert not strategy.endswith("spawn") or TWICE in (tmp_path / "refusal.txt").read_text()
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_pipeline", "parameter_server"])
+@pytest.mark.parametrize("strategy", [pytest.param("hybrid_pipeline", marks=pytest.mark.cluster), "parameter_server"])
 def test_forked_ranks_equal_one_device(strategy: str, single_device: Path, tmp_path: Path) -> None:
     """A checkpoint that is saved after the ranks' end has weights only, and fit cannot resume from it."""
     chain = Chain(f"{strategy}_fork", f"{OTHERS[strategy]}_fork", tmp_path)
@@ -127,6 +127,7 @@ def as_rank(chain: tuple[Any, ...]) -> None:
     Chain(*chain).run()
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_weight_averages_and_replicas_equal_one_device(tmp_path: Path) -> None:
     single_device, three = tmp_path / "one", tmp_path / "three"
     single_device.mkdir()

@@ -141,7 +141,7 @@ def trainer_of(replicas: list[int], **options: Any) -> Trainer:
     return quiet_trainer(strategy, sum(replicas), precision="64-true", **options)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param("two stages", marks=pytest.mark.cluster), "three ranks"])
 def test_each_sample_is_evaluated_once_however_the_data_are_divided(name: str) -> None:
     """With the Trainer's defaults, Lightning would divide a loader's data again by a sampler of its own."""
     module = Recorder()

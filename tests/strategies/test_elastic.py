@@ -76,10 +76,9 @@ def start(name, others, *command, words=(), signum=0):
     return Program([PYTHON, *words], Path(f"{name}.log"), PYTHONPATH=os.pathsep.join(sys.path))
 
 
+@pytest.mark.cluster  # Each case takes 20 s.
 @pytest.mark.warm
-@pytest.mark.parametrize(  # Each case takes 20 s.
-    "mode", ["async", pytest.param("ssp", marks=pytest.mark.cluster)]
-)
+@pytest.mark.parametrize("mode", ["async", "ssp"])
 def test_workers_join_in_mid_epoch_and_leave_in_every_way(mode):
     ends = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "stays": 0}
     options = [f"--trainer.strategy.init_args.{name}={value}" for name, value in OPTIONS[mode].items()]

@@ -45,15 +45,14 @@ def fit(folder: Path, epochs: int, resume: str | None = None, dropout: float = 0
 
 def whole_and_continued(folder: Path) -> Any:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}
-    whole = fit(folder / "whole", 3)
-    return whole, [fit(folder / f"after-{epoch}", 3, f"{folder}/whole/epoch={epoch}.ckpt") for epoch in (0, 1)]
+    whole = fit(folder / "whole", 2)
+    return whole, fit(folder / "continued", 2, f"{folder}/whole/epoch=0.ckpt")
 
 
 def test_continued_runs_are_equal_in_each_bit(tmp_path: Path) -> None:
     """The first steps of a run are in GPipe's order, and later steps in the order 1F1B, which must not matter."""
     for whole, continued in run_ranks(2, whole_and_continued, tmp_path):
-        for state in continued:
-            torch.testing.assert_close(state, whole, rtol=0, atol=0)
+        torch.testing.assert_close(continued, whole, rtol=0, atol=0)
 
 
 def twice_with_dropout(folder: Path) -> list[dict[str, Tensor]]:

@@ -15,7 +15,6 @@ from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 
@@ -152,26 +151,11 @@ def test_stages_that_are_built_separately_equal_one_process(tmp_path: Path) -> N
     assert sum(map(len, held)) == len(expected[2]), "no two ranks hold the same parameter"
 
 
-def own_part(folder: Path) -> dict[str, Tensor]:
-    """Return the parameters that a rank holds after a fit in which each rank has a different seed."""
-    torch.manual_seed(dist.get_rank())
-    module = Module()
-    trainer_of([2, 1], 1, f"{folder}/drawn").fit(module, loader())
-    return {name: parameter.detach() for name, parameter in module.named_parameters() if not parameter.is_meta}
-
-
-def test_replicas_start_equal_and_hold_only_their_stage(tmp_path: Path) -> None:
-    first, second, last = run_ranks(3, own_part, tmp_path)
-    assert first.keys() == second.keys()
-    assert first.keys().isdisjoint(last)
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-
-
 def go_on(folder: Path, replicas: list[int]) -> Any:
     return fit(replicas, 3, False, f"{folder}/on {replicas}", f"{folder}/[]/last.ckpt")
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_replicas_resume_from_a_checkpoint_of_one_process(tmp_path: Path) -> None:
     run_apart(first_run, tmp_path, [], False)
     expected = run_apart(go_on, tmp_path, [])
@@ -179,32 +163,3 @@ def test_replicas_resume_from_a_checkpoint_of_one_process(tmp_path: Path) -> Non
     assert_same(saved(f"{tmp_path}/on [2, 1]"), saved(f"{tmp_path}/on []"))
     for logged, again, _ in ranks:
         assert_same((logged, again), expected[:2])
-
-
-def refused(module: LightningModule, **options: Any) -> str:
-    trainer = trainer_of([1, 1], 1, "never", **options)
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(module, loader())
-    return str(caught.value)
-
-
-def test_options_that_need_the_whole_network_are_refused_first() -> None:
-    assert "name the cuts, or build it in __init__" in refused(Module(), cuts=None)
-    assert "use start_method popen" in refused(Module(), start_method="fork")
-    assert "OnMetaAtOnce.network.0.weight is on the meta device" in refused(OnMetaAtOnce())
-
-
-def refusals_of_ranks() -> list[str]:
-    messages = [refused(module) for module in (OnMeta(), AnotherEachTime())]
-    module, trainer = Module(), trainer_of([1, 1], 1, "ended")
-    trainer.fit(module, loader())
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.save_checkpoint("late.ckpt")
-    return [*messages, str(caught.value)]
-
-
-def test_a_network_that_a_rank_cannot_build_or_save_is_refused_by_name() -> None:
-    for on_meta, another, late in run_ranks(2, refusals_of_ranks):
-        assert "on the meta device: build it without torch.device('meta')" in on_meta
-        assert "AnotherEachTime.configure_model builds a different network each time" in another
-        assert "let ModelCheckpoint save it during fit" in late

@@ -165,9 +165,9 @@ class Collectives(Callback):
     "options",
     [
         {},
-        {"combine_per_node": True, "pull_compression": "fp16"},
+        pytest.param({"combine_per_node": True, "pull_compression": "fp16"}, marks=pytest.mark.cluster),
         {"mode": "async"},
-        {"mode": "local", "sync_every": 6, "outer_momentum": 0.9},
+        pytest.param({"mode": "local", "sync_every": 6, "outer_momentum": 0.9}, marks=pytest.mark.cluster),
     ],
     ids=["sync", "combined, rounded", "async", "local"],
 )

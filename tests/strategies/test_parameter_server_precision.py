@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler
 from cnnstrategies.strategies.parameter_server.start import restore_trainer, trainer_state
+from cnnstrategies.strategies.protocol import facts_of
 
 BATCH, BATCHES, CLASSES = 8, 6, 4
 MARK = 1000.0  # Value of a pixel that makes the loss of its batch infinite.
@@ -80,6 +81,7 @@ class Scales(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self.folder.mkdir(exist_ok=True)
         torch.save(self.scales, self.folder / f"scales{trainer.global_rank}")
+        torch.save(facts_of(trainer.strategy).differences(BATCH), self.folder / "differences")
         trainer.save_checkpoint(self.folder / "last.ckpt")
 
 
@@ -101,10 +103,12 @@ class Trained(NamedTuple):
     Attributes:
         saved: Contents of the last checkpoint.
         scales: By rank: the loss scale after each batch.
+        differences: Differences from a run on one device, as the start panel shows them.
     """
 
     saved: dict[str, Any]
     scales: list[list[float]]
+    differences: list[str]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -165,7 +169,8 @@ def train(
 
     run_apart(run_on_device)
     saved = torch.load(path / "last.ckpt", weights_only=False, map_location="cpu")
-    return Trained(saved, [torch.load(path / f"scales{rank}") for rank in range(devices)])
+    scales = [torch.load(path / f"scales{rank}") for rank in range(devices)]
+    return Trained(saved, scales, torch.load(path / "differences"))
 
 
 def assert_equal(actual: Trained, expected: Trained) -> None:
@@ -219,12 +224,14 @@ def test_workers_with_steps_of_their_own_skip_them_on_their_own() -> None:
     for options in modes:
         run = train("served", Served(**options), 2)
         assert run.scales[0][-1] == 4 * SCALE, options
+        assert "each worker has its own loss scale, and skips steps on its own" in run.differences, options
         assert run.scales[1] == [SCALE, SCALE, SCALE / 2, SCALE / 2, SCALE / 2, SCALE], options
         assert all(value.isfinite().all() for value in run.saved["state_dict"].values()), options
 
 
 def test_a_skipped_step_does_not_reach_the_error_feedback_of_a_compression() -> None:
     run = train("served", Served(compression="onebit"), 2)
+    assert not any("loss scale" in line for line in run.differences)
     assert run.scales == train("single").scales * 2
     assert all(value.isfinite().all() for value in run.saved["state_dict"].values())
 

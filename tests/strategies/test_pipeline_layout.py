@@ -163,6 +163,14 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
     assert text.endswith("and the limit is 14 MiB")
     with pytest.raises(ConfigurationError, match="set activation_checkpointing='always'"):
         choose(schedule="gpipe", memory_limit=limit, activation_checkpointing="never")
+    small_first, small_last = (
+        choose(schedule="1f1b", memory_limit=limits).cuts[0] for limits in (["7MB", "1GiB"], ["1GiB", "7MB"])
+    )
+    assert small_first < small_last, "each rank has its own limit"
+    with pytest.raises(ConfigurationError, match=r"memory_limit=\[7000000\] has length 1, but there are 2 processes"):
+        choose(schedule="1f1b", memory_limit=["7MB"])
+    turned = HybridPipelineStrategy(replicas=[2, 2], placement="replicas", memory_limit=[1, 2, 3, 4]).request
+    assert turned.memory_limit_on(4) == (1, 3, 2, 4), "the limits of the ranks, stage by stage"
     # The first steps in the order gpipe keep the inputs of all microbatches.
     for first, expected in ((None, "never"), ("gpipe", "except_last")):
         assert choose(first, schedule="1f1b", memory_limit=11 * 10**6).checkpointing == expected

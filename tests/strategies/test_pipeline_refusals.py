@@ -187,20 +187,24 @@ def stepping(name: str, step: Callable[[Any, Tensor, Tensor], Tensor]) -> type[M
 
 
 UNUSUAL: tuple[type[Module], ...] = (
-    *(stepping(name, step) for name, step in STEPS.items()),
+    *(stepping(name, STEPS[name]) for name in ("ImagesAsTargets", "Sometimes", "Twice")),
     changed("HeadBeside", lambda module: setattr(module, "head", nn.Linear(16, CLASSES)), OwnForward),
-    WithOption,
     Swapping,
-    OtherName,
     MeanBeside,
     Adding,
+)
+MORE_UNUSUAL: tuple[type[Module], ...] = (
+    *(stepping(name, STEPS[name]) for name in ("Deciding", "Normalising", "TwoViews", "Penalised")),
+    WithOption,
+    OtherName,
     Following,
     WithReader,
 )
 
 
-def test_unusual_modules_train_the_weights_of_one_device() -> None:
-    assert differ(UNUSUAL, [1, 1], 3) == {}
+@pytest.mark.parametrize("kinds", [UNUSUAL, pytest.param(MORE_UNUSUAL, marks=pytest.mark.cluster)])
+def test_unusual_modules_train_the_weights_of_one_device(kinds: tuple[type[Module], ...]) -> None:
+    assert differ(kinds, [1, 1], 3) == {}
 
 
 def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:

@@ -41,9 +41,11 @@ def test_any_shares_of_replicas_train_the_weights_of_one_process(samples, accumu
     assert validated[0]
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_a_run_resumes_under_different_shares_and_replicas():
     # Lightning loads a checkpoint before it converts the network to float64, so the network must be in float64 already.
     common = {"data": {"global_batch_size": 50}, "max_epochs": 2, "limit_val_batches": 0}
+    common["limit_train_batches"] = 5
     common["network"] = lambda: PlainCNN().double()
     saved = ModelCheckpoint("cut", "cut", every_n_train_steps=4)
     dealt = DealAtRandom(torch.initial_seed() % 1000)
@@ -71,7 +73,11 @@ class Deals(Callback):
     ("strategy", "suffix"),
     [
         (partial(piped, [3, 1, 1]), ", rank by rank"),
-        (partial(piped, "auto", initial_shares=[3, 1, 1]), " at first, then by each rank's own time"),
+        pytest.param(
+            partial(piped, "auto", initial_shares=[3, 1, 1]),
+            " at first, then by each rank's own time",
+            marks=pytest.mark.cluster,
+        ),
     ],
 )
 def test_a_users_loader_is_also_divided_by_shares(monkeypatch, strategy, suffix):

@@ -429,9 +429,10 @@ def differ(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, str]
     [
         ((OwnForward, Normalised), [1, 1], 3),
         ((Siamese,), [2, 1], 4),
-        ((MultiTask, Thawing, SharesLayers, Probe), [1, 2], 4),
+        ((MultiTask, Thawing), [1, 2], 4),
+        pytest.param((SharesLayers, Probe), [1, 2], 4, marks=pytest.mark.cluster),
     ],
-    ids=["two stages", "replicas of the first", "replicas of the last"],
+    ids=["two stages", "replicas of the first", "replicas of the last", "more with replicas of the last"],
 )
 def test_ordinary_modules_train_the_weights_of_one_device(kinds: Any, replicas: Any, microbatches: int) -> None:
     assert differ(kinds, replicas, microbatches) == {}

@@ -277,31 +277,39 @@ ALONE = [
 ]
 TOGETHER = [
     Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed", clip=0.1),
-    # In half precision, torch's loss scaler reads whether a step must be skipped.
+    Case(piped, module=BuiltLate, waits=1),
+]
+# In half precision, torch's loss scaler reads whether a step must be skipped.
+MIXED = [
     Case(
         partial(piped, activation_checkpointing="except_last"), module=OwnModule, precision="16-mixed",
         has_length=False, waits=2,
     ),
-    # Without `GracefulStop`, Lightning creates, sends and reads a flag in each step.
-    Case(piped, module=BuiltLate, waits=3, is_graceful=False),
-    # The loss scaler reads whether a step must be skipped.
     Case(piped, RECIPE, precision="16-mixed", waits=1),
 ]  # fmt: skip
 THREE = [
     Case(partial(piped, replicas=[2, 1], schedule="gpipe", activation_checkpointing="always")),
     Case(partial(piped, replicas=[2, 1], shares="auto")),
-    # The loss scaler reads whether a step must be skipped.
-    Case(
-        partial(piped, replicas=[1, 2], submodule="network"),
-        module=WithHead,
-        precision="16-mixed",
-        has_length=False,
-        waits=1,
-    ),
 ]
+# The loss scaler reads whether a step must be skipped.
+WITH_HEAD = Case(
+    partial(piped, replicas=[1, 2], submodule="network"),
+    module=WithHead,
+    precision="16-mixed",
+    has_length=False,
+    waits=1,
+)
 
 
-@pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TOGETHER), (3, THREE)])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (1, ALONE),
+        (2, TOGETHER),
+        (3, [WITH_HEAD]),
+        *(pytest.param(*more, marks=pytest.mark.cluster) for more in ((2, MIXED), (3, THREE))),
+    ],
+)
 def test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits(world: int, cases: list[Case]) -> None:
     ranks = [run_apart(on_both, cases, world)] if world == 1 else run_ranks(world, on_both, cases, world)
     for rank, (host, device) in enumerate(ranks):
@@ -321,6 +329,7 @@ def trainings_that_draw() -> list[Trained]:
         return [fit(Case(partial(piped, activation_checkpointing=mode), dropout=0.2), "cuda", 2) for mode in modes]
 
 
+@pytest.mark.cluster  # This test takes long.
 def test_a_second_forward_on_a_gpu_draws_what_the_first_forward_drew() -> None:
     """The CPU's draws differ, because they follow from the states of all generators, and a GPU has one more."""
     for stored, recomputed in run_ranks(2, trainings_that_draw):

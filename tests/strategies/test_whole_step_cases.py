@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,29 +18,37 @@ from whole_step_cases.checking import check, check_error
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
-SELECTION = (
-    *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "lottery_ticket"),
-    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty", "gathered_contrast"),
-    *("noise_in_hooks", "reversible_blocks", "asks_the_strategy"),
-    *("own_randomness", "normalised_twice", "unpacked_batch"),
+FEW = (
+    *("byol", "branch_on_loss", "lottery_ticket", "wasserstein_penalty", "gathered_contrast", "noise_in_hooks"),
+    "normalised_twice",
+)
+# Cases of more kinds, for the cluster tests.
+MORE = (
+    *("kl_term", "logged_metric", "finite_loss", "small_unet", "global_list", "kept_features", "grad_cam"),
+    *("reversible_blocks", "asks_the_strategy", "own_randomness", "unpacked_batch"),
 )
 
 
 def test_programs_of_several_kinds_train_as_on_one_device() -> None:
-    check([replace(CASES[name], epochs=1, samples=20) for name in SELECTION], [1, 1])
+    check([replace(CASES[name], epochs=1, samples=20) for name in FEW], [1, 1])
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [1, 1, 1]], ids=str)
-def test_programs_train_as_on_one_device_with_replicas_and_three_stages(replicas: list[int]) -> None:
-    check([replace(CASES[name], epochs=1) for name in SELECTION], replicas)
+@pytest.mark.parametrize(("replicas", "names"), [([1, 2], MORE), ([1, 1, 1], FEW)], ids=["1-2", "1-1-1"])
+def test_programs_train_as_on_one_device_with_replicas_and_three_stages(
+    replicas: list[int], names: Sequence[str]
+) -> None:
+    check([replace(CASES[name], epochs=1) for name in names], replicas)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("replicas", "checkpointing"), [([1, 1], "always"), ([2, 1], "except_last")])
-def test_programs_train_as_on_one_device_if_forwards_run_again(replicas: list[int], checkpointing: str) -> None:
-    cases = [replace(CASES[name], epochs=1) for name in SELECTION]
-    check(cases, replicas, activation_checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    ("replicas", "checkpointing", "names"), [([1, 1], "always", MORE), ([2, 1], "except_last", FEW)], ids=["1-1", "2-1"]
+)
+def test_programs_train_as_on_one_device_if_forwards_run_again(
+    replicas: list[int], checkpointing: str, names: Sequence[str]
+) -> None:
+    check([replace(CASES[name], epochs=1) for name in names], replicas, activation_checkpointing=checkpointing)
 
 
 def validate(case: Case, devices: int) -> dict[str, float]:

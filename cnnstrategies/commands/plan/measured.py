@@ -97,7 +97,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         activation_checkpointing=request.activation_checkpointing if request else None,
         run_ahead=request.run_ahead if request else None,
         state_copies=2 + (_states(optimizer) if options.optimizer_states is None else options.optimizer_states),
-        memory_limit=request.memory_limit if request else None,
+        memory_limit=request.memory_limit_on(devices) if request else None,
         update=NO_UPDATE if optimizer is None else update_of(optimizer, device),
     )
 

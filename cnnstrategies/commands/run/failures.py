@@ -16,6 +16,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError, causes
+from cnnstrategies.runtime.out_of_memory import line_of
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -118,6 +119,8 @@ def explain_run_error(error: BaseException) -> str | None:
     Return None if the user needs the traceback instead.
     """
     message = str(error)
+    if (line := line_of(error)) is not None:
+        return line
     if isinstance(error, ProcessRaisedException):
         return lost_loader_worker(message, error.error_index) or refusal_in(message)
     # Lightning sets the attribute `rank`. Only one of torch's errors about a lost worker names the worker's signal.

@@ -23,6 +23,7 @@ from cnnstrategies.cluster.hosts import Interconnect, across_hosts
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.pass_on import passed_on, stopped_by
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
+from cnnstrategies.models.samples import samples_of
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
 from cnnstrategies.runtime.failure_store import RankFailure
@@ -42,6 +43,7 @@ from cnnstrategies.runtime.processes import (
 )
 from cnnstrategies.runtime.stop_signals import cleaned_up, wait_if_ending
 from cnnstrategies.strategies.failing import FailTogether, ends_because, print_second, report_from_ranks
+from cnnstrategies.strategies.predicted_memory import predicted_peaks
 
 
 @contextlib.contextmanager
@@ -199,6 +201,14 @@ class FirstToFail(FailTogether):
         if ranks:
             args = (ranks, lambda: self._in_trainer)
             threading.Thread(target=end_all_after_one, args=args, name="patient-observer", daemon=True).start()
+
+    @override
+    def predicted_peak(self, trainer: Trainer) -> str:
+        with contextlib.suppress(Exception):
+            loader = trainer.train_dataloader
+            peaks = predicted_peaks(trainer, samples_of(loader, getattr(trainer, "datamodule", None)))
+            return str(peaks[trainer.global_rank]) if peaks else ""
+        return ""
 
     @override
     def close(self) -> None:

@@ -56,7 +56,8 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             messages are sent during computation. If the cuts are chosen automatically, the default is true if the
             profile predicts that this saves time and fits into ``memory_limit``. With ``cuts`` or one stage, the
             default is true if there is no ``memory_limit``.
-        memory_limit: Largest memory of a device for automatic cuts: a number of bytes, or a size such as ``8GiB``.
+        memory_limit: Largest memory of a device for automatic cuts: a number of bytes, a size such as ``8GiB``, or a
+            list with a size for each rank.
         activation_checkpointing: Whether activations are computed again in the backward, which saves memory:
             ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank. By default
             activations are computed again only if the cuts are chosen automatically and the profile predicts that no
@@ -93,7 +94,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         microbatches: int | None = None,
         schedule: Schedule = "1f1b",
         run_ahead: bool | None = None,
-        memory_limit: Size | None = None,
+        memory_limit: Size | list[Size] | None = None,
         activation_checkpointing: Checkpointing | None = None,
         placement: Order = "stages",
         shares: Literal["auto", "equal"] | list[float] = "equal",

@@ -135,12 +135,12 @@ class DividedRun:
         """
         self._connections.same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
+        self._callbacks.insert(0, EndTogether(self._end_together, self._end_evaluation_together))
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._callbacks.insert(0, EndTogether(self._end_together))
             if self._chosen.layout.planned:
                 self._callbacks.append(StageTimes(self.placed.runner.times, self._chosen.layout.recut, gather))
             self._chosen.keep_cuts()
-            self._replaced.callback(_remove, self._callbacks, EndTogether, StageTimes)
+        self._replaced.callback(_remove, self._callbacks, EndTogether, StageTimes)
         self._entered.enter_context(self._places)
 
     @property
@@ -150,6 +150,9 @@ class DividedRun:
 
     def _end_together(self) -> None:
         self._connections.end_together(self.placed.ranks[0], asks_of_sigterm(self._module.trainer))
+
+    def _end_evaluation_together(self) -> None:
+        self._connections.end_together(self.placed.ranks[0], asks_of_signal=False)
 
     # During the run
 

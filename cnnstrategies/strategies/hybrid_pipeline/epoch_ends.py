@@ -5,6 +5,7 @@ from functools import partial
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 
@@ -15,14 +16,22 @@ class EndTogether(Callback):
 
     Args:
         meet: Function that raises an error if a rank is in the middle of the epoch. All ranks must call this function.
+        meet_after_evaluation: The same for epochs of validation, test and prediction.
     """
 
-    def __init__(self, meet: Callable[[], None]) -> None:
-        self._meet = meet
+    def __init__(self, meet: Callable[[], None], meet_after_evaluation: Callable[[], None]) -> None:
+        self._meet, self._meet_after_evaluation = meet, meet_after_evaluation
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._meet()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._meet()
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meet_after_evaluation()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

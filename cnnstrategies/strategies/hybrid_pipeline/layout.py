@@ -88,7 +88,7 @@ class LayoutRequest:
     microbatches: int | None
     schedule: Schedule
     run_ahead: bool | None
-    memory_limit: int | None
+    memory_limit: int | tuple[int, ...] | None
     activation_checkpointing: Checkpointing | None
     placement: Order
     shares: Literal["auto", "equal"] | Sequence[float]
@@ -97,7 +97,12 @@ class LayoutRequest:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
         """Return the request from all options of the strategy."""
-        size = size_in_bytes(options["memory_limit"], "memory_limit")
+        limit = options["memory_limit"]
+        size: int | tuple[int, ...] | None
+        if isinstance(limit, list | tuple):
+            size = tuple(size_in_bytes(limit_of_rank, "memory_limit") for limit_of_rank in limit)
+        else:
+            size = size_in_bytes(limit, "memory_limit")
         return cls(**{field.name: options[field.name] for field in fields(cls)} | {"memory_limit": size})
 
     def __post_init__(self) -> None:
@@ -147,6 +152,14 @@ class LayoutRequest:
         check_count(placement.shares or "equal", placement.world_size)
         stages = [placement.shares_of(stage) for stage in range(placement.stages)]
         return tuple(itertools.chain(*stages)) if placement.shares else None
+
+    def memory_limit_on(self, devices: int) -> int | tuple[int, ...] | None:
+        """The limit of all devices, or the limit of each device stage by stage."""
+        if not isinstance(self.memory_limit, tuple):
+            return self.memory_limit
+        check_count(self.memory_limit, devices, "memory_limit")
+        placement = self.placement_on(devices)
+        return tuple(self.memory_limit[rank] for stage in range(placement.stages) for rank in placement.ranks(stage))
 
     def microbatches_on(self, devices: int, network: nn.Module, samples: int | None = None) -> int:
         """Microbatches of a global batch; batch normalisation wants larger ones, if a replica's samples are known."""
@@ -209,7 +222,7 @@ class LayoutRequest:
                     activation_checkpointing=self.activation_checkpointing,
                     run_ahead=self.run_ahead,
                     state_copies=2 + (states_of(optimizers[0]) if optimizers else USUAL_STATES),
-                    memory_limit=self.memory_limit,
+                    memory_limit=self.memory_limit_on(devices),
                     update=update_of(optimizers[0], device) if optimizers else NO_UPDATE,
                 )
                 layout, predictor = choose_layout(job)

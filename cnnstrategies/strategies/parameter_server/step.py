@@ -325,6 +325,8 @@ class Stepper:
 
     def _waiter(self, indices: list[int]) -> Callable[[nn.Module, Any], None]:
         def wait(module: nn.Module, args: Any) -> None:
+            if self._in_step:
+                return  # A forward during backward computes activations again, with the values of its first forward.
             for index in indices:
                 self.worker.wait(index)
             self._waited.update(indices)

@@ -138,6 +138,22 @@ class SummedInHook(Classifier):
             dist.all_reduce(parameter.grad)
 
 
+@case(epochs=1, then=("validate",), error="sends stored values: this rank has a hook that .* all ranks must register")
+class StoredOnOneRank(Classifier):
+    """Registers a hook that stores a value, on one rank and before the last batch of a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            self.net[0].register_forward_hook(lambda module, args, output: self.kept.update(level=output.abs().mean()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+
+
 @case(error="a hook that was registered after the first step, and not on all ranks, a stage needs the whole batch")
 class MixingOnOneRank(Classifier):
     """Centres the activations of the batch by a hook on one rank, from the second step on."""
