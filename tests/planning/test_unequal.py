@@ -23,12 +23,16 @@ from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.largest_batch import largest_of
 from cnnstrategies.planning.memory import OptimizerMemory, replica_peak
 from cnnstrategies.planning.rank import NothingFitsError, Ranking, data_parallel, rank
+from cnnstrategies.planning.recompute import RECOMPUTED
 from cnnstrategies.planning.report import trainer_section
 
 pytestmark = pytest.mark.light
 
 LINK = Link(1e10, 1e-5)
 GIB = 2**30
+
+
+ACCUMULATES = {"accumulate_grad_batches"}
 
 
 def job(*devices: Device, samples: int = 60, parameters: int = 1000, saved: int = 8000) -> Job:
@@ -150,7 +154,8 @@ def test_shares_and_accumulation_keep_each_devices_limit() -> None:
     assert "ddp_balanced" not in equal
     assert equal["ddp"].options == {}
     rows = by_family(job(Device(memory=room(50)), Device(memory=room(10))))
-    assert [load.units for load in rows["ddp_balanced"].loads] == [50, 10], "equal shares do not fit, these do"
+    assert "ddp_balanced" in rows, "equal shares do not fit, others do"
+    assert [load.units for load in rows["ddp_balanced"].loads] == [50, 10]
     assert rows["ddp_balanced"].options["max_samples"] == [50, 10]
     assert rows["ddp"].options == {"accumulate_grad_batches": 4}, "10 samples fit on the smaller device, 15 do not"
     rows = by_family(job(Device(memory=room(20)), Device(memory=room(8), speed=0.5)))
@@ -214,11 +219,18 @@ def test_another_precision_changes_learning_and_is_written(tmp_path: Path) -> No
 
 def test_the_largest_batch_is_the_largest_that_fits() -> None:
     made = job(Device(memory=room(40)), Device(memory=room(18), speed=0.5))
-    for families, samples in ((["ddp"], 2 * 18 + 1), (["ddp", "ddp_balanced"], 40 + 18)):
-        largest = largest_of(made, families, 500)
-        assert largest is not None
-        assert largest.samples == samples
-        assert not made.excess(largest.row.memories)
+    balanced = next(row for row in data_parallel(replace(made, samples=40 + 18)) if row.family == "ddp_balanced")
+    assert not made.excess(balanced.memories)
+    recomputed = largest_of(made, ["ddp"], 500)
+    assert recomputed is not None
+    assert recomputed.samples > 2 * 18 + 1, "more samples fit if activations are recomputed"
+    assert recomputed.row.options == {RECOMPUTED: "except_last"}
+    one_more = replace(made, samples=recomputed.samples + 1)
+    assert all(
+        one_more.excess(row.memories)
+        for row in data_parallel(one_more)
+        if row.family == "ddp" and not ACCUMULATES & {*row.options}
+    )
     server = largest_of(made, ["parameter_server"], 500)
     assert server is not None
     assert server.samples > 40 + 18, "the servers keep the optimizer's state"
