@@ -4,6 +4,7 @@ If torch changes one of the names, a test fails. `tests/test_torch_private.py` t
 would fail.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -285,10 +286,19 @@ def is_used_by_torch(tensor: Tensor) -> bool:
     return tensor._use_count() > 2 or node is None
 
 
+def _base_references(view: Tensor) -> int:
+    """Return the number of references to the tensor of which a tensor is a view."""
+    return sys.getrefcount(view._base)
+
+
 def storage_users(tensor: Tensor) -> int:
-    """Return the number of tensors that use a tensor's storage."""
+    """Return the number of tensors that use a tensor's storage, without tensors to which only a view refers.
+
+    The result of ``x.flatten()``, for example, refers to ``x`` even if no variable does.
+    """
     storage = tensor.untyped_storage()  # This Python object refers to the storage as well.
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    is_hidden = tensor._base is not None and _base_references(tensor) == _base_references(torch.zeros(2, 1).flatten())
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 - is_hidden
 
 
 def _full_name(operation: torch._ops.OpOverload) -> str:

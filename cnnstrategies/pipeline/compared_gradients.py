@@ -21,7 +21,7 @@ CHUNK = 2**20  # Number of elements that are converted at once; a multiple of th
 
 
 class Sketch(NamedTuple):
-    """What is compared of a gradient: sums over groups of its elements, each multiplied by a fixed weight.
+    """The compared values of a gradient: sums over groups of its elements, each multiplied by a fixed weight.
 
     The sketch of a sum of gradients is the sum of their sketches. Two gradients that differ have different sketches,
     except by a coincidence that would need these weights.

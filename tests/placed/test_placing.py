@@ -126,6 +126,12 @@ def kept_view(module: nn.Module) -> Any:
     return module[1].weight.detach().view(-1)
 
 
+def kept_base(module: nn.Module) -> Any:
+    table = torch.arange(12).reshape(3, 4).contiguous()
+    module[1].register_buffer("table", table.flatten())
+    return table
+
+
 def kept_graph(module: nn.Module) -> Any:
     return module(torch.ones(2, 4, dtype=torch.float64)).square().sum()
 
@@ -143,6 +149,7 @@ def attribute_of_two_stages(module: nn.Module) -> Any:
 
 
 REFUSED = {
+    kept_base: r"1.table shares its memory with a tensor .*: compute views of parameters where they are used",
     kept_view: r"\d.weight shares its memory with a tensor .*: compute views of parameters where they are used",
     kept_graph: r"\d.weight is still used by the autograd graph of a result .*: delete the result or .*no_grad",
     computed_buffer: r"the buffer 1.norm was computed from parameters: register its value, 1.norm.detach\(\)",
@@ -183,5 +190,16 @@ def test_refused_tensors_keep_the_values_of_derived_attributes() -> None:
             place(places, module)
         assert torch.equal(module[0].weight, expected)
         return kept.sum()
+
+    on_ranks(2, on_rank)
+
+
+@pytest.mark.light
+def test_a_view_of_a_tensor_that_no_variable_holds_becomes_foreign() -> None:
+    def on_rank(places: Places) -> None:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        module[1].register_buffer("table", torch.arange(12).clone().view(3, 4).flatten())
+        place(places, module)
+        assert isinstance(module[1].table, ForeignTensor) == (places.rank == 0)
 
     on_ranks(2, on_rank)
