@@ -1,6 +1,12 @@
 """An allocator's error on one rank becomes one line that names the rank, the step, the peaks and a remedy."""
 
+import multiprocessing
+import os
+import re
 import resource
+import signal
+import subprocess
+import tempfile
 import traceback
 from types import SimpleNamespace
 
@@ -10,11 +16,14 @@ from ranks import run_apart
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from cnnstrategies.commands.run.failures import explain_run_error
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.runtime.memory_records import MemoryRecord, last_record, record_predictions
 from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_of_memory, line_of
+from cnnstrategies.runtime.processes import ended_by, one_refusal
 from cnnstrategies.strategies.failing import FailTogether, last_line
 from cnnstrategies.strategies.protocol import StrategyFacts
 
-RECORD = OutOfMemory(1, "host-b", 7, "3,200 MB", "2.9 GiB: activations 2.0 GiB", "use a smaller batch")
+RECORD = OutOfMemory("rank 1", "host-b", 7, "3,200 MB", "2.9 GiB: activations 2.0 GiB", "use a smaller batch")
 LINE = (
     "rank 1 on host-b has run out of memory in step 7: it had held 3,200 MB (predicted: 2.9 GiB: activations 2.0 GiB)"
 )
@@ -44,6 +53,52 @@ def test_a_real_allocators_error_is_explained_in_a_rank_and_in_the_process_that_
     line, text = run_apart(run)
     assert line == f"{LINE}, and asked for {2**44} bytes more; use a smaller batch"
     assert text.count("has run out of memory") == 1
+
+
+def test_a_killed_process_leaves_its_newest_record_until_the_run_has_ended(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    left = tmp_path / f"cnnstrategies_{ended_process()}_ab_1"
+    left.touch()  # A record of a run that was killed.
+
+    def killed(rank: int = -1) -> int:
+        def run() -> None:
+            record = MemoryRecord("use a smaller batch", rank)
+            for step in range(20 if rank < 0 else 3):
+                record.write(step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        process.join()
+        return process.pid or 0
+
+    with one_refusal():
+        assert not left.exists()
+        server, rank = killed(), killed(1)
+        text = ended_by(1, -signal.SIGKILL, server)
+        end = r"it had held [\d,]+ MB of main memory; if memory has run out, use a smaller batch"
+        assert re.search(rf"when memory runs out; in step 19 {end}$", text), text
+        assert re.match(rf"in step 2 {end}$", last_record(rank))
+        record_predictions(["1 MiB"])
+        assert "predicted" not in last_record(rank), "the prediction of another rank"
+        record_predictions(["1 MiB", "2 MiB: images 2 MiB"])
+        assert "main memory (predicted: 2 MiB: images 2 MiB); if" in last_record(rank)
+        assert re.match(rf"in step 19 {end}$", last_record(server)), "the prediction of a rank"
+        assert last_record(1) == ""
+        assert ended_by(1, -signal.SIGTERM, rank) == "rank 1 was ended by SIGTERM"
+        next(tmp_path.glob(f"*_{rank}")).write_bytes(b"damaged")
+        assert last_record(rank) == ""
+    assert not list(tmp_path.iterdir())
+    assert last_record(server) == ""
+    MemoryRecord("").write(1)  # Outside of a run there is no record.
+    assert not list(tmp_path.iterdir())
+
+
+def ended_process() -> int:
+    program = subprocess.Popen(["true"])
+    program.wait()
+    return program.pid
 
 
 @pytest.mark.light
@@ -90,6 +145,9 @@ def test_a_failed_rank_reports_what_it_has_held(kind: str, start: str) -> None:
     assert line.startswith("rank 3 on ")
     assert f"in step 12: it had held {held_bytes() / 1e6:,.0f}"[:26] in line
     assert f"; {start}" in line
+    ended = RunEnded("server 0 failed: it has run out of memory")
+    FailTogether().report(trainer, ended)  # type: ignore[arg-type]
+    assert line_of(ended) is None, "this rank has not run out of memory"
     other = ValueError("boom")
     FailTogether().report(trainer, other)  # type: ignore[arg-type]
     assert line_of(other) is None

@@ -18,6 +18,7 @@ from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.models.samples import samples_of
+from cnnstrategies.runtime.memory_records import record_predictions
 from cnnstrategies.strategies.predicted_memory import predicted_peaks
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -97,6 +98,8 @@ class StartPanel(Callback):
         if not peaks:
             return []
         self._predicted = peaks[0].total
+        if trainer.strategy.root_device.type == "cpu":
+            record_predictions([str(peak) for peak in peaks])
         return [memory_row(peaks)]
 
     def _rows(self, trainer: Trainer, module: LightningModule, loader: Any) -> list[Row]:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -28,12 +29,18 @@ from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService, Jo
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.runtime.helper_processes import blocked_start, unshielded_start
+from cnnstrategies.runtime.memory_records import MemoryRecord
+from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_of_memory, line_of
 from cnnstrategies.runtime.processes import end_with_parent, name_process
 from cnnstrategies.runtime.stop_signals import BLOCKED, acting_on, settle
 
 if TYPE_CHECKING:
     from cnnstrategies.paramserver.drivers.sockets import Listener
 
+MEMORY_REMEDY = (
+    "use servers on more machines (the strategy's options endpoints and servers_per_node), or an optimizer that keeps "
+    "fewer values for each parameter"
+)
 StartMethod = Literal["fork", "program"]
 PassedTo = Callable[[Membership], contextlib.AbstractContextManager[None]]  # See `passed_on_termination`.
 
@@ -166,10 +173,11 @@ class ServerProcess:
             endpoint = f"tcp://{self.known_as}:{endpoint.rpartition(':')[2]}"
         membership = Membership(self.address, endpoint, run_keys)
         views = membership.source()
+        record = MemoryRecord(MEMORY_REMEDY)
         try:
             with passed_to_coordinator(membership):
                 membership.wait_registered()
-                while self._serve(membership, views, listener):
+                while self._serve(membership, views, listener, record):
                     pass  # Parameters were added to the optimizer, so the server begins again without values.
         except RunEnded as ended:
             if not ended.clean:
@@ -177,22 +185,38 @@ class ServerProcess:
         except Exception as error:
             # Report the failure here, because there may be no supervision process that reports it. A server that leaves
             # without a report counts as finished.
+            name = f"server {self.address.id}"
             reason = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
-            membership.end(f"server {self.address.id} failed: {reason}")
+            if is_out_of_memory(error):
+                held = f"{held_bytes() / 1e6:,.0f} MB"
+                OutOfMemory(name, socket.gethostname(), record.step, held, "", MEMORY_REMEDY).attach(error)
+                # This process prints the whole line. Each rank prints the reason, and shares the output of this process
+                # unless the server was started by itself.
+                reason = "it has run out of memory" if self.starter is not None else str(line_of(error))
+            membership.end(f"{name} failed: {reason}")
             raise
         finally:
             listener.close()
             membership.close()
 
-    def _serve(self, membership: Membership, views: ViewSource, listener: "Listener") -> bool:
+    def _serve(self, membership: Membership, views: ViewSource, listener: "Listener", record: MemoryRecord) -> bool:
         """Serve with the newest specification. Return whether another specification has replaced it meanwhile."""
         from cnnstrategies.paramserver.drivers.server import ServerService
         from cnnstrategies.paramserver.specification import Specification
 
         specification = Specification.from_json(membership.specification(views.current().specification))
         server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
-        membership.report_figures(server.figures)
-        server.run()
+
+        def figures() -> dict[str, float]:
+            newest = server.figures()
+            record.write(int(newest["step"]))
+            return newest
+
+        membership.report_figures(figures)
+        try:
+            server.run()
+        finally:
+            figures()  # An error that is raised now names the step in which it has occurred.
         membership.report_figures(dict)  # The next server needs the memory of this one.
         return server.is_outdated
 
@@ -266,8 +290,11 @@ def serve(service: Service, dedicated: bool = False) -> int:
         print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
     # Catch all exceptions: after an uncaught exception, the interpreter could wait for open sockets when it exits.
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if (line := line_of(error)) is None:
+            traceback.print_exc()
+        else:
+            print(line, file=sys.stderr, flush=True)
         return 1
     return 0
 

@@ -17,6 +17,7 @@ from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 from cnnstrategies.paramserver.services import Handle, ending
+from cnnstrategies.runtime.memory_records import last_record
 from cnnstrategies.runtime.processes import is_stopped
 
 COORDINATOR = "coordinator"
@@ -236,7 +237,10 @@ class Supervision:
             consequence = "it is started again" if replaced else "it is not replaced"
             if child.restarts and self._over:
                 consequence += ": restarts are possible only in the first session of a run"
-            print(f"{death}; {consequence}", file=sys.stderr, flush=True)
+            # The record is printed here and not reported to the coordinator, because each rank prints that report.
+            killed_by_system = code == -signal.SIGKILL and not child.reason
+            record = last_record(child.handle.pid) if killed_by_system else ""
+            print("; ".join(filter(None, (death, consequence, record))), file=sys.stderr, flush=True)
         if child.role == COORDINATOR:
             if not (replaced or self._over):  # If the coordinator is replaced, the run continues from the journal.
                 self.expect_end()

@@ -33,18 +33,18 @@ def held_bytes() -> int:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Facts about a rank that has run out of memory.
+    """Facts about a process that has run out of memory.
 
     Attributes:
-        rank: The rank.
-        host: Name of the rank's machine.
-        step: Number of the optimizer's steps that the rank has made.
-        peak: Text with the largest number of bytes that the rank has held.
+        process: Name of the process, such as ``rank 1``.
+        host: Name of the process's machine.
+        step: Number of the optimizer's steps that the process has made.
+        peak: Text with the largest number of bytes that the process has held.
         predicted: Text with the predicted peak; empty if it is not known.
         remedy: Text that says what to do.
     """
 
-    rank: int
+    process: str
     host: str
     step: int
     peak: str
@@ -58,7 +58,7 @@ class OutOfMemory:
             asked = f", and asked for {request} more" if request else ""
             predicted = f" (predicted: {self.predicted})" if self.predicted else ""
             error.add_note(
-                f"{_MARK}rank {self.rank} on {self.host} has run out of memory in step {self.step}: it had held "
+                f"{_MARK}{self.process} on {self.host} has run out of memory in step {self.step}: it had held "
                 f"{self.peak}{predicted}{asked}; {self.remedy}"
             )
         return self

@@ -31,11 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from cnnstrategies.runtime.helper_processes import blocked_start, task_of
+from cnnstrategies.runtime.memory_records import REFUSED, last_record, remove_records
 from cnnstrategies.runtime.process_ids import ENDED, state_and_start
 from cnnstrategies.runtime.stop_signals import cleaned_up
 
-# Environment variable: path of a symbolic link that the first failing rank of this machine creates.
-REFUSED = "CNNSTRATEGIES_REFUSED"
 STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: id of the process that started the ranks of this machine.
 # Environment variable: id of the supervision process that has started this rank.
 ENDS_WITH = "CNNSTRATEGIES_ENDS_WITH"
@@ -131,13 +130,13 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
     ranks = started_processes(launcher)
     for rank, process in enumerate(ranks):
         if isinstance(process, BaseProcess) and process.exitcode == -signal.SIGKILL:
-            return ended_by(rank, process.exitcode)
+            return ended_by(rank, process.exitcode, process.pid)
     processes = [process for process in ranks if isinstance(process, subprocess.Popen)]
     deadline = time.monotonic() + seconds
     while True:
         for rank, process in enumerate(processes, start=1):
             if (code := process.poll()) is not None and code < 0:
-                return ended_by(rank, code)
+                return ended_by(rank, code, process.pid)
             if code is None and is_stopped(process.pid):
                 return f"rank {rank} is stopped, for example by SIGSTOP"
         if time.monotonic() > deadline or all(process.poll() is not None for process in processes):
@@ -145,16 +144,19 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
         time.sleep(0.05)
 
 
-def ended_by(rank: int, code: int) -> str:
+def ended_by(rank: int, code: int, process: int | None) -> str:
     """Return a text about a rank that was ended by a signal, such as "rank 1 was ended by SIGTERM".
 
     Args:
         rank: The rank.
         code: Exit code of the rank's process, which is the negative number of the signal.
+        process: Id of the rank's process; None if it is not known.
     """
-    name = signal.Signals(-code).name
-    hint = ", which the system sends when memory runs out" * (code == -signal.SIGKILL)
-    return f"rank {rank} was ended by {name}{hint}"
+    text = f"rank {rank} was ended by {signal.Signals(-code).name}"
+    if code != -signal.SIGKILL:
+        return text
+    record = "" if process is None else last_record(process)
+    return "; ".join((f"{text}, which the system sends when memory runs out", *([record] if record else [])))
 
 
 def starter_variable(name: str) -> str | None:
@@ -176,9 +178,9 @@ def one_refusal() -> Iterator[None]:
         yield
         return
     place = Path(tempfile.gettempdir())
-    for old in place.glob(f"{PREFIX}*_*"):  # Delete links that killed runs have left.
+    for old in place.glob(f"{PREFIX}*_*"):  # Delete links and records that killed runs have left.
         number = old.name.removeprefix(PREFIX).partition("_")[0]
-        if old.is_symlink() and number.isdigit() and not Path(f"/proc/{number}").exists():
+        if (old.is_symlink() or old.is_file()) and number.isdigit() and not Path(f"/proc/{number}").exists():
             with contextlib.suppress(OSError):
                 old.unlink()
     os.environ[REFUSED] = str(place / f"{PREFIX}{os.getpid()}_{secrets.token_hex(8)}")
@@ -187,6 +189,7 @@ def one_refusal() -> Iterator[None]:
         yield
     finally:
         forget_failure()
+        remove_records()
         del os.environ[REFUSED], os.environ[STARTER]
 
 

@@ -106,12 +106,12 @@ class FailTogether(Callback):
 
     def explain_memory(self, trainer: Trainer, exception: BaseException) -> None:
         """Add a line to an allocator's error that names the rank, the step, the peaks and a remedy."""
-        if not is_out_of_memory(exception):
-            return
+        if isinstance(exception, RunEnded) or not is_out_of_memory(exception):
+            return  # The text of a RunEnded is the reason of another process.
         device = trainer.strategy.root_device
         held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held_bytes()
         OutOfMemory(
-            trainer.global_rank,
+            f"rank {trainer.global_rank}",
             socket.gethostname(),
             trainer.global_step,
             f"{held / 1e6:,.0f} MB",

@@ -221,7 +221,70 @@ def test_a_killed_rank_is_named_in_one_line():
         "The run cannot continue: rank 1 was ended by SIGKILL, which the system sends when memory runs out"
         in ended.stderr
     )
+    assert len(re.findall(f"; {HELD.format(1)}", ended.stderr)) == 1, ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+HELD = r"in step {} it had held [\d,]+ MB of main memory \(predicted: .*\); if memory has run out, "
+ALLOCATES, DIES = "torch.empty(2**50)", "os.kill(os.getpid(), 9)"
+PIPELINE = f"rank 1 was ended by SIGKILL, .*; {HELD.format(1)}set the strategy's option activation_checkpointing"
+# By case: the strategy, the statement of rank 1 in step 1, and a pattern of the output.
+EXHAUSTED = {
+    "ddp": ("ddp", ALLOCATES, r"error: rank 1 on \S+ has run out of memory in step 1: it had held .* \(predicted: "),
+    "ddp_fork": ("ddp_fork", DIES, f"rank 1 was ended by SIGKILL, .*; {HELD.format(1)}use"),
+    "pipeline": ("hybrid_pipeline", DIES, PIPELINE),
+    "pipeline_fork": ("hybrid_pipeline_fork", DIES, PIPELINE),
+    "worker's allocator": (
+        "parameter_server",
+        ALLOCATES,
+        r"error: rank 1 on \S+ has run out of memory in step 1: it had held .* \(predicted: ",
+    ),
+    "worker": ("parameter_server", DIES, rf"worker 1 \(.* was killed by SIGKILL; it is .*; {HELD.format(1)}use"),
+}
+
+
+@pytest.mark.cluster
+@pytest.mark.warm
+@pytest.mark.parametrize("case", EXHAUSTED)
+def test_a_rank_without_memory_is_named_once_with_its_step_and_peaks(case):
+    strategy, statement, pattern = EXHAUSTED[case]
+    ended = fit((1,), statement, strategy, "--trainer.max_epochs=2")
+    # Under the parameter server, the other worker continues the run.
+    assert (ended.returncode == 0) is (case == "worker"), ended.stderr
+    assert ended.returncode >= 0, "no process has waited until a time-out"
+    assert len(re.findall(pattern, ended.stderr)) == ended.stderr.count("it had held") == 1, ended.stderr
+
+
+# The servers are forked, so they run this code as well.
+SERVER = """
+from cnnstrategies.paramserver.server.server import Server
+
+goes_on = Server.on_time
+
+def on_time(self, now):
+    if self.mode.finished >= 2:
+        {statement}
+    return goes_on(self, now)
+
+Server.on_time = on_time
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.warm
+@pytest.mark.parametrize(
+    ("statement", "pattern"),
+    [
+        (ALLOCATES, rf"server 0 on \S+ has run out of memory in step 2: it had held .* asked for {2**52} bytes more; "),
+        (DIES, r"server 0 \(.* was killed by SIGKILL; it is not replaced; in step \d+ it had held [\d,]+ MB of main "),
+    ],
+    ids=["allocator", "killed"],
+)
+def test_a_server_without_memory_is_named_once_with_its_step_and_peak(statement, pattern):
+    ended = fit((), f"pass{SERVER.format(statement=statement)}", "parameter_server_fork")
+    assert ended.returncode > 0, ended.stderr
+    assert len(re.findall(pattern, ended.stderr)) == ended.stderr.count("it had held") == 1, ended.stderr
+    assert "use servers on more machines" in ended.stderr
 
 
 WHY = "worker 1 had no answer"

@@ -380,7 +380,7 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
             raise StrangerError(str(ended)) from ended
         text, *cause = ended.lines if isinstance(ended, RunEnded) else [str(ended)]
         if isinstance(ended, ProcessExitedException) and ended.signal_name is not None:
-            text = ended_by(ended.error_index, ended.exit_code)
+            text = ended_by(ended.error_index, ended.exit_code, None)
         # The ranks may share a log, so that one call prints all lines.
         print("\n".join((f"The run cannot continue: {_with_notes(ended, text)}", *cause)), file=sys.stderr)
         sys.exit(1)

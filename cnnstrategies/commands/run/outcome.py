@@ -29,6 +29,7 @@ from cnnstrategies.paramserver.private_directory import let_go, make_run_directo
 from cnnstrategies.runtime.failure_store import RankFailure
 from cnnstrategies.runtime.failure_watch import PATIENCE
 from cnnstrategies.runtime.helper_processes import end_helpers
+from cnnstrategies.runtime.memory_records import MemoryRecord, last_record
 from cnnstrategies.runtime.processes import (
     cannot_be_sent,
     end_group_at_exit,
@@ -42,7 +43,13 @@ from cnnstrategies.runtime.processes import (
     wait_for_end,
 )
 from cnnstrategies.runtime.stop_signals import cleaned_up, wait_if_ending
-from cnnstrategies.strategies.failing import FailTogether, ends_because, print_second, report_from_ranks
+from cnnstrategies.strategies.failing import (
+    FailTogether,
+    ends_because,
+    print_second,
+    remedy_for,
+    report_from_ranks,
+)
 from cnnstrategies.strategies.predicted_memory import predicted_peaks
 
 
@@ -117,6 +124,9 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
     if isinstance(error, StoppedTogether):
         end_group_at_exit()
         end_helpers()
+    if isinstance(error, ProcessExitedException) and error.exit_code == -signal.SIGKILL:
+        # The command line adds the notes to its line. The record has been removed then.
+        error.__notes__ = [*getattr(error, "__notes__", ()), *filter(None, [last_record(error.error_pid)])]
     launcher = trainer.strategy.launcher
     killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
     beside = _failed_beside(first, trainer) if isinstance(error, Exception) else None
@@ -192,6 +202,7 @@ class FirstToFail(FailTogether):
     """
 
     _in_trainer = False
+    _record: MemoryRecord | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -201,6 +212,18 @@ class FirstToFail(FailTogether):
         if ranks:
             args = (ranks, lambda: self._in_trainer)
             threading.Thread(target=end_all_after_one, args=args, name="patient-observer", daemon=True).start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_record": None}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._record = MemoryRecord(remedy_for(trainer), trainer.global_rank)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if self._record is not None:
+            self._record.write(trainer.global_step)
 
     @override
     def predicted_peak(self, trainer: Trainer) -> str:
@@ -246,8 +269,8 @@ def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]], in_trainer: Call
         time.sleep(0.05)
     for number, rank in enumerate(ranks, start=1):
         if rank.poll() == -signal.SIGKILL:
-            text = f"The run cannot continue: {ended_by(number, rank.returncode)}"
-            print(f"{text}, and rank 0 has waited {PATIENCE:.0f} s for this rank", file=sys.stderr, flush=True)
+            text = f"The run cannot continue, and rank 0 has waited {PATIENCE:.0f} s for a rank"
+            print(f"{text}: {ended_by(number, rank.returncode, rank.pid)}", file=sys.stderr, flush=True)
     for rank in ranks:
         rank.kill()
     os.kill(os.getpid(), signal.SIGKILL)
