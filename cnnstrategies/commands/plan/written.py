@@ -39,6 +39,9 @@ def planned(ranking: Ranking, row: Candidate, configuration: ModelAndData) -> tu
     if ranking.order and content["trainer"]["accelerator"] != "cpu":
         # Rank r of a machine uses the r-th device of this list. The ranks on a CPU are not bound to parts of it.
         trainer["devices"] = list(ranking.order)
+    if (added := trainer.pop("callbacks+", None)) is not None:
+        callbacks = content["trainer"].get("callbacks") or []
+        trainer["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), added]
     content["trainer"] |= trainer
     samples = ranking.job.samples * accumulated
     if isinstance(configuration.datamodule, ImageDataModule):
