@@ -31,7 +31,7 @@ cluster:
 """
 # Mixing is on: a resumed run must draw what the uninterrupted one draws.
 RUN = [
-    *("--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=24"),
+    *("--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=48"),
     *("--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1"),
 ]
 HYBRID = "--config=" + str(ROOT / "configs/experiments/digits_smallcnn_hybrid_1-1_cpu.yaml")
@@ -94,7 +94,7 @@ def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
         assert f"{name}: stopping after this step" in job.log
     assert job.log.count("Restored all states") == 2
     whole, ended = (torch.load(file, weights_only=True) for file in ("whole/last.ckpt", job.last))
-    assert whole["global_step"] == ended["global_step"] == 120, job.log
+    assert whole["global_step"] == ended["global_step"] == 240, job.log
     assert all(value.equal(ended["state_dict"][key]) for key, value in whole["state_dict"].items()), job.log
 
 
