@@ -15,15 +15,14 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from cnnstrategies._torch_private import put_buffer, writes
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.combining import is_near, tolerance
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.random_draws import GeneratorStates
+from cnnstrategies.pipeline.repeated_forward import check_parameters, differ, some_elements, versions_of
 from cnnstrategies.pipeline.stage import IMAGES
 from cnnstrategies.pipeline.stored_watch import StoredWatch
 
-_COMPARED = 64  # Largest number of elements of a result that are compared.
 # Larger buffers are not copied before a forward. In a second forward they get the values of the first one back only if
 # torch counts the writes to them, which it does except in the kernels of BatchNorm.
 _LARGE = 1 << 20
@@ -191,13 +190,7 @@ class _Call:
 
     def check_parameters(self) -> None:
         """Raise a ConfigurationError if a parameter has changed since the call, so that no forward can be repeated."""
-        for name, parameter, version in self._parameters:
-            if writes(parameter) != version:
-                raise ConfigurationError(
-                    f"the parameter {name} was changed after the network's forward and before the backward, in which "
-                    "the forward has to run again: call the optimizer's step after the backward of all losses, or "
-                    "leave out ActivationCheckpointing"
-                )
+        check_parameters(self._parameters, "leave out ActivationCheckpointing")
 
 
 class _Segment:
@@ -222,16 +215,16 @@ class _Segment:
         if self._generators is not None:
             return self._run_again(inputs, device)
         self._generators = GeneratorStates.current(device)
-        self._versions = _versions(inputs)
+        self._versions = versions_of(inputs)
         results = self._call.division.run(self._number, *inputs)
         if self.is_compared:
-            self._first = [_some_elements(leaf) for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+            self._first = [some_elements(leaf) for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
         return results
 
     def _run_again(self, inputs: Sequence[Any], device: torch.device) -> Any:
         call = self._call
         call.check_parameters()
-        if _versions(inputs) != self._versions:
+        if versions_of(inputs) != self._versions:
             raise ConfigurationError(
                 "the images were changed in place after the network's forward and before the backward, in which the "
                 "forward has to run again: change a copy of the images, or leave out ActivationCheckpointing"
@@ -253,22 +246,11 @@ class _Segment:
         return results
 
     def _compare(self, results: Sequence[Tensor]) -> None:
-        for first, result in zip(self._first, results, strict=True):
-            if not is_near(_some_elements(result), first, tolerance(first.dtype, first.device)):
-                raise ConfigurationError(
-                    f"a forward of {type(self._call.division.network).__name__} has given other results when it ran "
-                    "again for the backward: let its modules keep what they change between calls in attributes, lists "
-                    "or buffers, and draw random numbers without a generator of their own; or leave out "
-                    "ActivationCheckpointing"
-                )
+        if differ(zip(self._first, results, strict=True)):
+            raise ConfigurationError(
+                f"a forward of {type(self._call.division.network).__name__} has given other results when it ran "
+                "again for the backward: let its modules keep what they change between calls in attributes, lists "
+                "or buffers, and draw random numbers without a generator of their own; or leave out "
+                "ActivationCheckpointing"
+            )
         self._call.forward.compared.add(self._key)
-
-
-def _versions(inputs: Sequence[Any]) -> list[int]:
-    return [writes(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-
-
-def _some_elements(tensor: Tensor) -> Tensor:
-    """Return copies of some elements of a tensor."""
-    elements = tensor.detach().flatten()
-    return elements[:: max(1, len(elements) // _COMPARED)].clone()

@@ -5,18 +5,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.combining import StoredValues, is_near, tolerance
+from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.random_draws import Draws
+from cnnstrategies.pipeline.repeated_forward import check_parameters, differ, some_elements, versions_of
 from cnnstrategies.pipeline.stored_terms import CallTerms
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
-
-_COMPARED = 64  # Largest number of elements of a tensor that are compared.
 
 
 class KeptInputs(NamedTuple):
@@ -43,12 +42,12 @@ class KeptInputs(NamedTuple):
         """
         if copied:
             arguments = tree_map(_copy_unless_leaf, arguments)
-        return cls(arguments, _versions(arguments), leaves)
+        return cls(arguments, versions_of(arguments), leaves)
 
     @property
     def have_changed(self) -> bool:
         """Whether the arguments have been changed in place."""
-        return _versions(self.arguments) != self.versions
+        return versions_of(self.arguments) != self.versions
 
     def checked_arguments(self) -> tuple[Any, ...]:
         """Return the arguments.
@@ -113,7 +112,7 @@ class SecondForwards:
     def note(self, microbatch: int, results: Sequence[Tensor]) -> None:
         """Note the results of a microbatch's first forward, with which the second forward's results are compared."""
         if self._form not in self._runner.compared_forms:
-            self._first[microbatch] = [_some_elements(tensor) for tensor in results]
+            self._first[microbatch] = [some_elements(tensor) for tensor in results]
 
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[Any, StoredValues]:
         """Run the stage again for a microbatch.
@@ -129,13 +128,7 @@ class SecondForwards:
             ConfigurationError: A parameter has changed since the call, so the forward cannot be repeated.
         """
         runner, (enabled, dtype) = self._runner, self._autocast
-        for name, parameter, version in self._parameters:
-            if writes(parameter) != version:
-                raise ConfigurationError(
-                    f"the parameter {name} was changed after the network's forward and before the backward, in which "
-                    "the forward has to run again: call the optimizer's step after the backward of all losses, or set "
-                    "activation_checkpointing to never"
-                )
+        check_parameters(self._parameters, "set activation_checkpointing to never")
         with (
             torch.enable_grad(),
             torch.autocast(runner.transport.device.type, dtype, enabled=enabled),
@@ -153,24 +146,13 @@ class SecondForwards:
         Raises:
             ConfigurationError: The results differ.
         """
-        for first, result in zip(self._first.pop(microbatch, ()), results, strict=False):
-            if not is_near(_some_elements(result), first, tolerance(first.dtype, first.device)):
-                raise ConfigurationError(
-                    f"a forward of stage {self._runner.stage} has given other results when it ran again for the "
-                    "backward: let its modules keep what they change between calls in attributes, lists or buffers, "
-                    "and draw random numbers without a generator of their own; or set activation_checkpointing to never"
-                )
+        if differ(zip(self._first.pop(microbatch, ()), results, strict=False)):
+            raise ConfigurationError(
+                f"a forward of stage {self._runner.stage} has given other results when it ran again for the "
+                "backward: let its modules keep what they change between calls in attributes, lists or buffers, "
+                "and draw random numbers without a generator of their own; or set activation_checkpointing to never"
+            )
         self._runner.compared_forms.add(self._form)
-
-
-def _some_elements(tensor: Tensor) -> Tensor:
-    """Return copies of some elements of a tensor."""
-    elements = tensor.detach().flatten()
-    return elements[:: max(1, len(elements) // _COMPARED)].clone()
-
-
-def _versions(arguments: tuple[Any, ...]) -> list[int]:
-    return [writes(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 def _copy_unless_leaf(value: Any) -> Any:

@@ -99,9 +99,8 @@ class OptimizerMemory:
     update: Update = NO_UPDATE
 
 
-NO_STATE = OptimizerMemory(
-    0
-)  # Workers of parameter servers keep no optimizer state, because the servers update the parameters.
+# Workers of parameter servers keep no optimizer state, because the servers update the parameters.
+NO_STATE = OptimizerMemory(0)
 
 
 @dataclass(frozen=True)
