@@ -93,7 +93,7 @@ def test_the_ports_follow_from_the_job_and_its_step(monkeypatch: pytest.MonkeyPa
     for job, step in itertools.product(("7", "8"), ("0", "1")):
         assert ports[job, step, "0"] == ports[job, step, "1"]
         assert len(ports[job, step, "0"]) == CANDIDATES
-    assert len({tuple(found) for found in ports.values()}) == 4
+    assert len({tuple(numbers) for numbers in ports.values()}) == 4
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert candidates(LightningEnvironment())[0] == 29500
 
