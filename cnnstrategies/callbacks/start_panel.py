@@ -18,7 +18,6 @@ from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.models.samples import samples_of
-from cnnstrategies.planning.lighter import growths
 from cnnstrategies.runtime.memory_records import record_predictions
 from cnnstrategies.strategies.predicted_memory import predicted_memory
 from cnnstrategies.strategies.protocol import facts_of
@@ -95,12 +94,13 @@ class StartPanel(Callback):
 
     def _memory(self, trainer: Trainer, size: int | None) -> list[Row]:
         """Return the panel's row with the predicted peak memory, if it is known."""
-        peaks, lighter = predicted_memory(trainer, size)
+        predicted = predicted_memory(trainer, size)
+        peaks = predicted.peaks
         if not peaks:
             return []
         self._predicted = peaks[0].total
         if trainer.strategy.root_device.type == "cpu":
-            record_predictions([str(peak) for peak in peaks], growths(peaks, lighter))
+            record_predictions([str(peak) for peak in peaks], predicted.plans)
         return [memory_row(peaks)]
 
     def _rows(self, trainer: Trainer, module: LightningModule, loader: Any) -> list[Row]:

@@ -83,7 +83,7 @@ class CallSums:
         runner, begun = self._network.runner, self._begun
         parameters = {name: self._parameters[name] for name in parts}
         whole = {name: parameter for name, parameter in parameters.items() if begun is not None and parameter in begun}
-        gradients = [
+        gradients: list[Tensor | None] = [
             torch.zeros_like(parameter) if (part := parts[name]) is None else part
             for name, parameter in parameters.items()
         ]
@@ -97,11 +97,16 @@ class CallSums:
             ]
         elif self._is_early and runner.replicas.group is not None:
             # Autograd may return one tensor for several parameters, or a tensor that other code uses.
-            gradients = [torch.empty_like(p).copy_(g) for p, g in zip(parameters.values(), gradients, strict=True)]
-            runner.sum_gradients(gradients)
-            whole = parameters
-        gradients = multiply_gradients(gradients, factor, keep=keep or begun is not None)
-        results = dict(zip(parameters, map(_as_gradient, parameters.values(), gradients), strict=True))
+            copies = [
+                torch.empty_like(parameter).copy_(gradient)
+                for parameter, gradient in zip(parameters.values(), gradients, strict=True)
+                if gradient is not None
+            ]
+            runner.sum_gradients(copies)
+            gradients, whole = [*copies], parameters
+            del copies
+        multiplied = multiply_gradients(gradients, factor, keep=keep or begun is not None)
+        results = dict(zip(parameters, map(_as_gradient, parameters.values(), multiplied), strict=True))
         if runner.replicas.group is None:
             return results
         place = self._network.ranks[runner.stage]

@@ -47,7 +47,7 @@ class EarlySums:
                 is added; the sum is then a part of a bucket.
         """
         handles = [
-            parameter.register_hook(partial(self._add, parameter, index, sums))
+            parameter.register_hook(partial(self._add, parameter, index, sums))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
             if parameter in self
         ]
@@ -63,7 +63,7 @@ class EarlySums:
             bucket = self._buckets[index]
             sizes = [parameter.numel() for parameter in bucket]
             self._flats[index] = flat = bucket[0].detach().new_empty(sum(sizes))
-            for other, part in zip(bucket, flat.split(sizes), strict=True):
+            for other, part in zip(bucket, torch.split(flat, sizes), strict=True):
                 self._parts[id(other)] = part.view(other.shape)
         return self._parts[id(parameter)]
 

@@ -197,7 +197,7 @@ class PlacedCall:
             computed |= zip(shared, batch.image_gradients(computed, shared), strict=True)
             parts = {n: computed.pop(n) for n in self.parameters if n in used and owner[n] == runner.stage}
             del sums, of_parameters  # Each gradient is freed when it has been multiplied.
-            computed |= self._sums.summed(parts, factor, keeps_graph())
+            computed |= self._sums.summed(parts, factor, keeps_graph()).items()
             return [
                 self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets
             ]

@@ -84,9 +84,3 @@ def lighter_stages(predictor: Predictor, layout: Layout) -> Iterator[tuple[str, 
             if settings:
                 changed = replace(job, microbatches=factor * count, activation_checkpointing=checkpointing)
                 yield settings, Predictor(changed), layout
-
-
-def growths(peaks: Sequence[PeakMemory], lighter: Sequence[LighterPlan]) -> list[tuple[str, list[int]]]:
-    """Return the settings of plans, the run's own first, with what each rank takes in a step beyond its parameters."""
-    plans = [LighterPlan("", peaks), *lighter]
-    return [(plan.settings, [peak.total - peak.parameters for peak in plan.peaks]) for plan in plans]

@@ -34,6 +34,12 @@ class PredictedMemory(NamedTuple):
     peaks: Sequence[PeakMemory] = ()
     lighter: Sequence[LighterPlan] = ()
 
+    @property
+    def plans(self) -> list[tuple[str, list[int]]]:
+        """The run's own plan and the lighter ones, with what each rank takes beyond its parameters; see `Plan`."""
+        plans = [LighterPlan("", self.peaks), *self.lighter] if self.peaks else []
+        return [(plan.settings, [peak.total - peak.parameters for peak in plan.peaks]) for plan in plans]
+
 
 def predicted_memory(trainer: Trainer, samples: int | None) -> PredictedMemory:
     """Return the predicted peak memory of each rank in a training step, and plans that need less.

@@ -26,7 +26,6 @@ from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.models.samples import samples_of
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
-from cnnstrategies.planning.lighter import growths
 from cnnstrategies.runtime.failure_store import RankFailure
 from cnnstrategies.runtime.failure_watch import PATIENCE
 from cnnstrategies.runtime.helper_processes import end_helpers
@@ -239,8 +238,8 @@ class FirstToFail(FailTogether):
     def predicted_peak(self, trainer: Trainer) -> str:
         with contextlib.suppress(Exception):
             loader = trainer.train_dataloader
-            peaks, lighter = predicted_memory(trainer, samples_of(loader, getattr(trainer, "datamodule", None)))
-            self._plans = growths(peaks, lighter) if peaks else []
+            predicted = predicted_memory(trainer, samples_of(loader, getattr(trainer, "datamodule", None)))
+            peaks, self._plans = predicted.peaks, predicted.plans
             self._parameters = peaks[trainer.global_rank].parameters if peaks else 0
             return str(peaks[trainer.global_rank]) if peaks else ""
         return ""

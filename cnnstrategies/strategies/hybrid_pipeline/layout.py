@@ -242,7 +242,7 @@ class LayoutRequest:
                     return [list(astuple(peak)) for peak in _peaks(predictor, layout, first)]
 
                 peaks = peaks_of(predictor, layout)
-                lighter = [(words, peaks_of(*plan)) for words, *plan in lighter_stages(predictor, layout)]
+                lighter = [(words, peaks_of(of, other)) for words, of, other in lighter_stages(predictor, layout)]
                 chosen = list(layout.cuts), ahead, checkpointing, reason, peaks, lighter
                 recutter = partial(recut, predictor.job, layout)
             except ConfigurationError as error:
