@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cnnstrategies.spatial.parts import Parts
 
 # Dtype in which statistics are computed.
-_STATISTICS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+STATISTICS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def batch_norm(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
@@ -91,7 +91,7 @@ def statistics(parts: "Parts", rows: Tensor, dimensions: list[int], keepdim: boo
         dimensions: The dimensions over which the values are taken, of which the divided one is one.
         keepdim: Whether the results keep these dimensions.
     """
-    values = rows.to(_STATISTICS.get(rows.dtype, rows.dtype))
+    values = rows.to(STATISTICS.get(rows.dtype, rows.dtype))
     variance, mean = torch.var_mean(values, dimensions, correction=0, keepdim=keepdim)
     count = torch.full_like(mean, rows.numel() / max(mean.numel(), 1))
     if not rows.numel():
@@ -136,7 +136,7 @@ def group_norm_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) ->
     grad = parts.part(arguments["grad_out"], layout)
     mean, inverse = arguments["mean"], arguments["rstd"]
     spatial = list(range(2, rows.dim()))
-    dtype = _STATISTICS.get(rows.dtype, rows.dtype)
+    dtype = STATISTICS.get(rows.dtype, rows.dtype)
     products, sums = parts.reduce(
         torch.stack([(grad * rows).sum(spatial, dtype=dtype), grad.sum(spatial, dtype=dtype)])
     )

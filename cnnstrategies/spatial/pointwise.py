@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.spatial.layout import Layout
-from cnnstrategies.spatial.rows_tensor import RowsTensor, rows_in
+from cnnstrategies.spatial.rows_tensor import RowsTensor, local_shape, rows_in
 
 if TYPE_CHECKING:
     from cnnstrategies.spatial.parts import Parts
@@ -87,15 +87,16 @@ def _operand(parts: "Parts", tensor: Tensor, layout: Layout, dimensions: int) ->
 
 
 def new_like(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
-    """Create a tensor, which is divided if it has the shape of the divided tensor."""
+    """Create a tensor, which is divided if it has as many rows as the divided tensor."""
     source: RowsTensor = arguments["self"]
-    layout = source.row_layout
+    layout, size = source.row_layout, list(arguments["size"])
     assert layout is not None
-    if list(arguments["size"]) == list(source.shape):
-        strides = {"stride": source.rows.stride()} if arguments.get("stride") == list(source.stride()) else {}
-        if "stride" in arguments and not strides:
+    local: dict[str, Any] = {"self": source.rows}
+    if len(size) != source.dim() or size[layout.axis] != source.shape[layout.axis]:
+        return func(**(arguments | local))
+    if "stride" in arguments:
+        if size != list(source.shape) or list(arguments["stride"]) != list(source.stride()):
             return NotImplemented
-        return RowsTensor.create(
-            parts, func(**(arguments | {"self": source.rows, "size": source.rows.shape} | strides)), layout
-        )
-    return func(**(arguments | {"self": source.rows}))
+        local["stride"] = source.rows.stride()
+    local["size"] = local_shape(size, layout, parts.own(layout.size))
+    return RowsTensor.create(parts, func(**(arguments | local)), layout)

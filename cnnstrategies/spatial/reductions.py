@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cnnstrategies.spatial.layout import Layout
-from cnnstrategies.spatial.norms import statistics
+from cnnstrategies.spatial.norms import STATISTICS, statistics
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 from cnnstrategies.spatial.views import one_dimension
 
@@ -79,8 +79,9 @@ def mean(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     count = 1
     for dimension in reduced:
         count *= tensor.shape[dimension]
-    total = tensor.rows.sum(reduced, keepdim=arguments.get("keepdim", False), dtype=arguments["dtype"])
-    return parts.reduce(total).div_(count)
+    dtype = arguments["dtype"] or tensor.dtype
+    total = tensor.rows.sum(reduced, keepdim=arguments.get("keepdim", False), dtype=STATISTICS.get(dtype, dtype))
+    return parts.reduce(total).div_(count).to(dtype)
 
 
 def variance(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:

@@ -137,6 +137,15 @@ class RowsTensor(Tensor):
         whole = self.whole("pickle").requires_grad_(self.requires_grad)
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    @property
+    def data(self) -> Any:
+        """The tensor without its history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RefusedError(f"a value is assigned to the data of {self!r}: use copy_, or create a new tensor")
+
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RefusedError(f"{self!r} does not have a storage of its own: use tensor.numpy() on all ranks")
 

@@ -212,9 +212,27 @@ def as_strided(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     )
 
 
-def index_select(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
-    """Take indices of a dimension that is not divided."""
-    return NotImplemented if isinstance(arguments["index"], RowsTensor) else one_dimension(parts, func, arguments)
+def index(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+    """Take or put elements of a list of indices of one dimension that is not divided."""
+    tensor, values = arguments["self"], arguments.get("values", arguments.get("source"))
+    if not isinstance(tensor, RowsTensor):
+        return NotImplemented
+    layout = _layout_of(tensor)
+    if "indices" in arguments:
+        indexed = [(dimension, item) for dimension, item in enumerate(arguments["indices"]) if item is not None]
+    else:
+        indexed = [(arguments["dim"] % tensor.dim(), arguments["index"])]
+    dimension, indices = indexed[0]
+    is_list = len(indexed) == 1 and not isinstance(indices, RowsTensor) and indices.dim() == 1
+    if not is_list or dimension == layout.axis or indices.dtype in (torch.bool, torch.uint8):
+        return NotImplemented
+    local = {"self": tensor.rows}
+    if values is not None:
+        if values.dim() != tensor.dim() or values.shape[layout.axis] != tensor.shape[layout.axis]:
+            return NotImplemented
+        local["values" if "values" in arguments else "source"] = parts.part(values, layout)
+    result = func(**(arguments | local))
+    return tensor if func.overloadpacket.__name__.endswith("_") else RowsTensor.create(parts, result, layout)
 
 
 def pixel_shuffle(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:

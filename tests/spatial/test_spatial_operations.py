@@ -187,6 +187,9 @@ CASES: dict[str, Callable[[Draw], Any]] = {
     "largest class": unary(
         lambda x: [x.argmax(1), *x.max(1), x.min(3, keepdim=True)[0], x.logsumexp(1), x.norm(dim=1)]
     ),
+    "lists of channels": unary(
+        lambda x: [x[:, torch.tensor([0, 2, 0])] * 2, x.index_select(3, torch.tensor([1, 1])) * 2, F.glu(x, 1)]
+    ),
     "along classes": unary(lambda x: x.gather(1, x.detach().argmax(1, keepdim=True)) * 2),
     "flip and roll": unary(lambda x: [x.flip(2) * 2, x.flip(1, 3) * 2, x.roll(2, 2) * 2, x.roll((-1, 1), (2, 3)) * 2]),
     "cross_entropy": map_loss(lambda x, t: F.cross_entropy(x, t)),
@@ -227,7 +230,7 @@ GATHERING: dict[str, Callable[[Draw], Any]] = {
     "writes of slices": unary(written_slices),
     "circular padding": unary(lambda x: F.pad(x, (1, 1, 1, 1), mode="circular") * 2, smallest=2),
     "sort": unary(lambda x: [*x.sort(2), x.cumsum(2) * 2, x.softmax(2)]),
-    "masks": unary(lambda x: [x[x > 0], x.masked_fill(x > 0, 1.0), x[:, torch.tensor([0, 2])] * 2]),
+    "masks": unary(lambda x: [x[x > 0], x.masked_fill(x > 0, 1.0)]),
     "one row": unary(lambda x: [x[:, :, 0] * 2, x.unbind(2)[-1] * 2, x.split(1, 2)[0] * 2]),
     "diagonal": unary(lambda x: x.diagonal(0, 1, 2) * 2),
     "patches": unary(lambda x: F.unfold(x, 2, stride=2) * 2, smallest=2),
