@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _checkpoint_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -27,6 +27,26 @@ LoaderIterator = _BaseDataLoaderIter
 # Base class of modes that intercept operations below autograd. Unlike a `TorchFunctionMode`, such a mode also
 # intercepts collectives.
 OperationMode = TorchDispatchMode
+
+
+class QuickOperationMode(TorchDispatchMode):
+    """A mode whose `__torch_dispatch__` torch does not wrap, which takes as long as a simple rule for an operation.
+
+    The wrapper keeps `torch.compile` from compiling the method. The method asks :func:`is_compiling` instead.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def is_compiling() -> bool:
+    """Whether `torch.compile` compiles the functions that are called now, unless they run without it."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+# Returns a function that runs without `torch.compile`, and imports the compiler not before its first call.
+not_compiled = torch._disable_dynamo
 # The operation that `Tensor.item`, `float(tensor)` and `if tensor` call. It makes the CPU wait for the device.
 READ = torch.ops.aten._local_scalar_dense.default
 
@@ -205,11 +225,21 @@ without_functions = torch._C.DisableTorchFunction
 with_functions = torch._C._EnableTorchFunction
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Return a context in which no mode intercepts operations or functions of torch."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
+class without_modes:  # noqa: N801  # It is used like the contexts of torch above.
+    """A context in which no mode intercepts operations or functions of torch.
+
+    torch's own context for this takes 20 microseconds, and a step of a pipeline needs it dozens of times.
+    """
+
+    def __enter__(self) -> None:
+        self._modes = [torch._C._pop_torch_dispatch_stack() for _ in range(torch._C._len_torch_dispatch_stack())]
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._functions.__exit__(None, None, None)
+        for mode in reversed(self._modes):
+            torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def tensor_without_storage(
