@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _checkpoint_hook
@@ -223,6 +224,20 @@ without_functions = torch._C.DisableTorchFunction
 
 # A context, for use inside `without_functions`, in which classes' own versions of torch's functions run again.
 with_functions = torch._C._EnableTorchFunction
+
+
+@contextmanager
+def functions_without(mode: TorchFunctionMode) -> Iterator[None]:
+    """Return a context like `with_functions`, in which a mode does not intercept functions either."""
+    is_last = _get_current_function_mode() is mode
+    with with_functions():
+        if is_last:
+            torch._C._pop_torch_function_stack()
+        try:
+            yield
+        finally:
+            if is_last:
+                torch._C._push_on_torch_function_stack(mode)
 
 
 class without_modes:  # noqa: N801  # It is used like the contexts of torch above.

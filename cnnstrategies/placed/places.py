@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies._torch_private import mark_as_parameter, swap_contents, without_modes
+from cnnstrategies._torch_private import (
+    functions_without,
+    mark_as_parameter,
+    swap_contents,
+    without_functions,
+    without_modes,
+)
 from cnnstrategies.placed.decision import Place, is_at
 from cnnstrategies.placed.device_link import DeviceLink
 from cnnstrategies.placed.foreign import ForeignTensor
@@ -108,6 +114,10 @@ class Places:
                 yield
         finally:
             self._active = before
+
+    def functions_of_others(self) -> AbstractContextManager[None]:
+        """Return a context inside of :meth:`local` in which other modes and classes have their functions of torch."""
+        return functions_without(self._functions)
 
     def begin_local(self) -> None:
         """Enter the context :meth:`local`, which :meth:`end_local` leaves, for code between two hooks."""
@@ -255,9 +265,10 @@ class Places:
         """
         tensors = list(tensors)
         self.sums.settle_for(tensors)
+        with without_functions():
+            places = [*map(self.place_of, tensors)]
         elsewhere: dict[tuple[int, ...], dict[int, Tensor]] = {}
-        for tensor in tensors:
-            place = self.place_of(tensor)
+        for tensor, place in zip(tensors, places, strict=True):
             if place is not None and not is_at(place, ranks):
                 elsewhere.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
                 if (label := self.label_of(tensor)) in self.readers:
