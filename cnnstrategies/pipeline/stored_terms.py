@@ -209,9 +209,10 @@ class CallTerms:
         terms, places, microbatches = self._terms, self._terms.places, self._microbatches
         state = terms.watch.state
         refusal = None if state is self._state else terms.watch.new_modules()
-        if self.is_quiet and state is not self._state:
-            self._refuse(next(iter(terms.watch.take()), None))
-        if not self._agree_on_terms(state):
+        unseen = next(iter(terms.watch.take()), None) if self.is_quiet and state is not self._state else None
+        is_exchanged = self._agree_on_terms(state)
+        self._refuse(unseen)
+        if not is_exchanged:
             microbatches.arguments.clear()
             self._noted = None
             self._check_nothing(refusal)

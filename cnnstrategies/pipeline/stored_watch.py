@@ -136,7 +136,7 @@ class StoredWatch:
             return False
         return not any(variables.has_changed() for variables in self._variables)
 
-    def _has_changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether something has changed since :meth:`begin`."""
         if not self._are_fixed() or any(record.has_changed() for record in self._changeable):
             return True
@@ -145,7 +145,7 @@ class StoredWatch:
     @property
     def state(self) -> "WatchState":
         """The object that :meth:`begin` has returned, or a new one if something has changed since."""
-        return WatchState() if self._has_changed() else self._state
+        return WatchState() if self.has_changed() else self._state
 
     def take(self) -> dict[StoredKey, Any]:
         """Return what has been stored since :meth:`begin`, and undo it.
@@ -155,7 +155,7 @@ class StoredWatch:
         """
         stored: dict[StoredKey, Any] = {}
         self.before = {}
-        if not self._has_changed():
+        if not self.has_changed():
             return stored
         seen: set[int] = set()
         for record in self._records:
