@@ -214,6 +214,16 @@ class Places:
         setattr(Tensor.untyped_storage(value), MARK, Mark(self, place, label))
         return value if self.rank in place else self.foreign_like(value, place, label)
 
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor at the tensor's place, without a gradient."""
+        if type(tensor) is ForeignTensor:
+            return tensor.twin("")
+        place = self.place_of(tensor)
+        if place is None or self.sums.waiting or isinstance(tensor, PartialTensor):
+            return tensor.detach().clone()
+        with self.local():
+            return self.mark(tensor.detach().clone(), place)
+
     def set_place(self, tensor: Tensor, place: tuple[int, ...], label: str) -> None:
         """Give a parameter or buffer a place and a name: mark the tensor on the place's ranks, else make it foreign.
 
