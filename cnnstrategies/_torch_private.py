@@ -30,7 +30,7 @@ LoaderIterator = _BaseDataLoaderIter
 OperationMode = TorchDispatchMode
 
 
-class QuickOperationMode(TorchDispatchMode):
+class QuickOperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode whose `__torch_dispatch__` torch does not wrap, which takes as long as a simple rule for an operation.
 
     The wrapper keeps `torch.compile` from compiling the method. The method asks :func:`is_compiling` instead.
@@ -47,7 +47,7 @@ def is_compiling() -> bool:
 
 
 # Returns a function that runs without `torch.compile`, and imports the compiler not before its first call.
-not_compiled = torch._disable_dynamo
+not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
 # The operation that `Tensor.item`, `float(tensor)` and `if tensor` call. It makes the CPU wait for the device.
 READ = torch.ops.aten._local_scalar_dense.default
 
@@ -229,7 +229,7 @@ with_functions = torch._C._EnableTorchFunction
 @contextmanager
 def functions_without(mode: TorchFunctionMode) -> Iterator[None]:
     """Return a context like `with_functions`, in which a mode does not intercept functions either."""
-    is_last = _get_current_function_mode() is mode
+    is_last = _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
     with with_functions():
         if is_last:
             torch._C._pop_torch_function_stack()
@@ -247,7 +247,7 @@ class without_modes:  # noqa: N801  # It is used like the contexts of torch abov
     """
 
     def __enter__(self) -> None:
-        self._modes = [torch._C._pop_torch_dispatch_stack() for _ in range(torch._C._len_torch_dispatch_stack())]
+        self._modes = [torch._C._pop_torch_dispatch_stack(None) for _ in range(torch._C._len_torch_dispatch_stack())]
         self._functions = torch._C.DisableTorchFunction()
         self._functions.__enter__()
 
