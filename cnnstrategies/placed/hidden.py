@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cnnstrategies._torch_private import not_intercepted
 from cnnstrategies.optimizer_trial import (
     attribute_with_tensors,
     draws_random_numbers,
@@ -22,7 +23,7 @@ from cnnstrategies.optimizer_trial import (
     values_of_all,
 )
 from cnnstrategies.placed.foreign import ForeignTensor
-from cnnstrategies.placed.optimizer_state import PlacedState
+from cnnstrategies.placed.optimizer_state import PlacedState, parameters_of
 from cnnstrategies.placed.places import Places
 
 
@@ -93,11 +94,16 @@ class HiddenGradients:
         self._after = optimizer.register_step_post_hook(self._end)
         self._loaded = _after_loading(optimizer, self._state.place_all)
         self._order = register_optimizer_step_pre_hook(_order_hooks(weakref.ref(optimizer), weakref.ref(self)))
+        self._attributes = vars(optimizer)
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            # torch's own code calls only functions that need no rules.
+            self._attributes["zero_grad"] = not_intercepted(optimizer.zero_grad)
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in (self._before, self._after, self._loaded, self._order):
             handle.remove()
+        self._attributes.pop("zero_grad", None)
 
     def order_hooks(self) -> None:
         """Let the hooks of this object run closest to the step, so that the hooks of users find all gradients."""
@@ -135,12 +141,8 @@ class HiddenGradients:
     def _hide(self, optimizer: Optimizer) -> None:
         self._show(optimizer)  # The last step may have ended with an error.
         self._places.sums.settle()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        place_of = self._places.place_of
-        with self._places.local():
-            is_misplaced = any(map(self._places.is_misplaced, parameters))
-        if is_misplaced:
-            self._places.settle_gradients(parameters)
+        parameters, place_of = parameters_of(optimizer), self._places.place_of
+        self._places.settle_gradients(parameters)
         if not self.hides:
             return
         self._state.note_emptied(optimizer)
