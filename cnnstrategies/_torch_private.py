@@ -114,15 +114,15 @@ def parameters_in(module: nn.Module) -> list[nn.Parameter]:
 
     The generator ``module.parameters()`` takes five times as long, which counts in code that runs in each step.
     """
-    found: list[nn.Parameter] = []
+    parameters: list[nn.Parameter] = []
     modules, seen = [module], {module}
     for current in modules:
-        found += [parameter for parameter in current._parameters.values() if parameter is not None]
+        parameters += [parameter for parameter in current._parameters.values() if parameter is not None]
         for child in current._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append(child)
-    return found
+    return parameters
 
 
 def measure_every_step(model: DistributedDataParallel) -> None:

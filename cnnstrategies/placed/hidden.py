@@ -82,13 +82,14 @@ class HiddenGradients:
     def __init__(self, places: Places, optimizer: Optimizer) -> None:
         with places.local():
             self.hides = steps_separately(optimizer)
-        # Only classes of users read the loss, such as an optimizer whose rate depends on it.
-        self._may_read = self.hides and not is_elementwise(type(optimizer))
+        # Only classes of users read the loss, such as an optimizer whose rate depends on it. They may also replace the
+        # memory of parameters, gradients and state, by an assignment of a tensor.
+        self._is_users = not is_elementwise(type(optimizer))
         self._places = places
         self._state = PlacedState(places, self.hides)
         self._is_hiding = False
         self._hidden: list[tuple[ForeignTensor, Tensor]] = []
-        # This rank's parameters with a gradient, their places and their labels.
+        # This rank's parameters with a gradient, their places and, for a user's class, their labels.
         self._stepped: list[tuple[Tensor, tuple[int, ...], str]] = []
         self._before = optimizer.register_step_pre_hook(self._begin)
         self._after = optimizer.register_step_post_hook(self._end)
@@ -126,7 +127,7 @@ class HiddenGradients:
         def shown(*args: Any, **kwargs: Any) -> Any:
             self._show(optimizer)
             result = closure(*args, **kwargs)
-            if self._may_read and isinstance(result, Tensor):
+            if self.hides and self._is_users and isinstance(result, Tensor):
                 result = self._places.everywhere(result.detach(), "the loss")
             self._hide(optimizer)
             return result
@@ -155,18 +156,21 @@ class HiddenGradients:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
             elif (place := place_of(parameter)) is not None:
-                self._stepped.append((parameter, place, self._places.label_of(parameter)))
+                label = self._places.label_of(parameter) if self._is_users else ""
+                self._stepped.append((parameter, place, label))
 
     def _show(self, optimizer: Optimizer) -> list[Tensor]:
         """Undo `_hide`. Return the parameters with a gradient that are not on all ranks."""
         if not self._is_hiding:
             return []
         for parameter, place, label in self._stepped:
-            # Some optimizers replace the storage, by an assignment to `data` or `grad`.
-            self._places.mark(parameter, place, label)
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                self._places.mark(parameter.grad, place)
-            self._state.mark(optimizer.state.get(parameter), place, label)
+            if self._is_users:
+                self._places.mark(parameter, place, label)
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    self._places.mark(parameter.grad, place)
+            elif self._state.is_described(parameter):
+                continue
+            self._state.mark(optimizer.state.get(parameter), place, label or self._places.label_of(parameter))
         for foreign, gradient in self._hidden:
             foreign.grad = gradient
         stepped = [*(parameter for parameter, _, _ in self._stepped), *(foreign for foreign, _ in self._hidden)]

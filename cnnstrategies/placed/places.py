@@ -302,11 +302,11 @@ class Places:
         copies: dict[int, Tensor] = {}
         with self.local():
             parcels = {place: TensorParcel(list(placed[place].values()), self.devices) for place in subjects}
-            own = {place: parcels[place].pack() for place in subjects if place[0] == self.rank}
-            for place, parts in own.items():  # Before this rank waits for other ranks.
+            packed = {place: parcels[place].pack() for place in subjects if place[0] == self.rank}
+            for place, parts in packed.items():  # Before this rank waits for other ranks.
                 self._send_to_others(parcels[place].for_message(parts), subjects[place])
             for place, subject in subjects.items():
-                message = own[place] if place in own else self.messages.receive(place[0], subject)
+                message = packed[place] if place in packed else self.messages.receive(place[0], subject)
                 shared = parcels[place].share(message, place[0])
                 copies |= zip(placed[place], parcels[place].unpack(shared), strict=True)
         return copies

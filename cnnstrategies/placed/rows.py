@@ -33,8 +33,8 @@ def run_rows(runner: "OperationRunner", func: Any, operation: Operation, args: A
         rows.replace(places.all_everywhere(shared, operation.name))
     if operation.rule is Rule.FINITE:
         return _check_finite(runner, func, rows, destinations)
-    own = {place for place in distinct if place is None or places.rank in place}
-    here = [index for index, place in enumerate(destinations) if place in own]
+    local_places = {place for place in distinct if place is None or places.rank in place}
+    here = [index for index, place in enumerate(destinations) if place in local_places]
     results: list[Any] = [None] * rows.count
     if here:
         row_args, row_kwargs = rows.arguments(here)
@@ -48,7 +48,7 @@ def run_rows(runner: "OperationRunner", func: Any, operation: Operation, args: A
         place = destinations[index]
         if place is not None:
             places.mark(results[index], place)
-    elsewhere = [index for index, place in enumerate(destinations) if place not in own]
+    elsewhere = [index for index, place in enumerate(destinations) if place not in local_places]
     if elsewhere:
         row_args, row_kwargs = rows.arguments(elsewhere)
         for index, form in zip(elsewhere, runner.forms.of(func, row_args, row_kwargs), strict=True):
