@@ -89,7 +89,7 @@ class UNet(nn.Module):
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(("count", "height"), [(2, 64), (3, 61), (5, 33)])
+@pytest.mark.parametrize(("count", "height"), [(2, 64), (3, 41)])
 def test_residual_network_trains_as_on_one_process(count: int, height: int) -> None:
     torch.manual_seed(count)
     images = torch.randn(2, 3, height, 40, dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_residual_network_trains_as_on_one_process(count: int, height: int) -> N
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(("mode", "count", "height"), [("transposed", 2, 32), ("bilinear", 3, 37), ("nearest", 5, 19)])
+@pytest.mark.parametrize(("mode", "count", "height"), [("transposed", 2, 32), ("bilinear", 3, 37)])
 def test_unet_trains_as_on_one_process(mode: str, count: int, height: int) -> None:
     torch.manual_seed(count)
     images = torch.randn(2, 3, height, 24, dtype=torch.float64)

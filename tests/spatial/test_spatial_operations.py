@@ -14,7 +14,7 @@ from equality import check
 from torch import Tensor
 
 Draw = random.Random
-REPETITIONS = 3
+REPETITIONS, MANY_REPETITIONS = 2, 40
 
 
 def images(draw: Draw, dimensions: int = 2, smallest: int = 1, channels: int = 4) -> Tensor:
@@ -238,18 +238,29 @@ GATHERING: dict[str, Callable[[Draw], Any]] = {
 }
 
 
+def check_rule(name: str, repetition: int) -> None:
+    draw = random.Random(f"{name} {repetition}")
+    torch.manual_seed(repetition)
+    function, inputs = CASES[name](draw)
+    axes = [None if index and tensor.shape[2:] != inputs[0].shape[2:] else 2 for index, tensor in enumerate(inputs)]
+    if len(inputs) == 2 and inputs[1].dim() == inputs[0].dim() - 1:
+        axes = [2, 1]
+    gathered = check(function, inputs, axes, draw.randint(1, 5))
+    assert not gathered, f"{gathered} have gathered rows"
+
+
 @pytest.mark.light
 @pytest.mark.parametrize("name", CASES)
 def test_rules_give_results_and_gradients_of_one_process(name: str) -> None:
     for repetition in range(REPETITIONS):
-        draw = random.Random(f"{name} {repetition}")
-        torch.manual_seed(repetition)
-        function, inputs = CASES[name](draw)
-        axes = [None if index and tensor.shape[2:] != inputs[0].shape[2:] else 2 for index, tensor in enumerate(inputs)]
-        if len(inputs) == 2 and inputs[1].dim() == inputs[0].dim() - 1:
-            axes = [2, 1]
-        gathered = check(function, inputs, axes, draw.randint(1, 5))
-        assert not gathered, f"{gathered} have gathered rows"
+        check_rule(name, repetition)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", CASES)
+def test_rules_give_results_and_gradients_of_one_process_for_many_sizes(name: str) -> None:
+    for repetition in range(REPETITIONS, MANY_REPETITIONS):
+        check_rule(name, repetition)
 
 
 @pytest.mark.light
