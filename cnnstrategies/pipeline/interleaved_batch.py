@@ -59,6 +59,8 @@ class InterleavedBatch(WholeBatch):
         if self.terms is not None:
             self._state = self.terms.noted_state()
             self.terms.drop_arguments()
+            # What the declared loss stores is undone, so it must not be taken for what a forward stores.
+            self.terms.is_quiet &= not self._runner.last
         self._begin_backward()
         with self._accumulated():
             self._runner.run_tasks(KINDS, "1f1b", self.sizes, self._key, self._run)

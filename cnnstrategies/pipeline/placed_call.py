@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cnnstrategies._torch_private import has_tensor_hooks, keeps_graph
+from cnnstrategies._torch_private import has_tensor_hooks, keeps_graph, without_functions
 from cnnstrategies.pipeline.call_sums import CallSums
 from cnnstrategies.pipeline.declared_loss import LossOfCall
 from cnnstrategies.pipeline.double_backward import autocast_states, gradients_with_graph
@@ -72,7 +72,8 @@ class PlacedCall:
         with torch.no_grad():
             self._results = self._forward()
         assert self._form is not None
-        has_hooks = any(map(has_tensor_hooks, self.parameters.values()))
+        with without_functions():
+            has_hooks = any(map(has_tensor_hooks, self.parameters.values()))
         inputs = in_order(self.parameters, self._form.order if has_hooks else ())
         tensors: list[Tensor] = NetworkFunction.apply(self, *tensors_in(self.images), *inputs.values())
         return tensors
