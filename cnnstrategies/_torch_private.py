@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _checkpoint_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -27,6 +29,26 @@ LoaderIterator = _BaseDataLoaderIter
 # Base class of modes that intercept operations below autograd. Unlike a `TorchFunctionMode`, such a mode also
 # intercepts collectives.
 OperationMode = TorchDispatchMode
+
+
+class QuickOperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode whose `__torch_dispatch__` torch does not wrap, which takes as long as a simple rule for an operation.
+
+    The wrapper keeps `torch.compile` from compiling the method. The method asks :func:`is_compiling` instead.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def is_compiling() -> bool:
+    """Whether `torch.compile` compiles the functions that are called now, unless they run without it."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+# Returns a function that runs without `torch.compile`, and imports the compiler not before its first call.
+not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
 # The operation that `Tensor.item`, `float(tensor)` and `if tensor` call. It makes the CPU wait for the device.
 READ = torch.ops.aten._local_scalar_dense.default
 
@@ -54,6 +76,7 @@ LINEAR = frozenset(
     )
     for version in range(3)
 )
+SUMS = ("SumBackward0", "NansumBackward0")  # Names of the autograd nodes of `sum` and of the sum in `nanmean`.
 SELECTIONS = ("IndexBackward0", "MaskedSelectBackward0")  # Names of the autograd nodes of `values[mask]`.
 # Names of the autograd nodes of losses that are means over the elements of their first argument.
 ELEMENT_LOSSES = (
@@ -79,7 +102,7 @@ def divisor(node: Any) -> Tensor | int | None:
     if name == "DivBackward0":
         others = [following for following, _ in node.next_functions[1:]]
         number: Tensor = node._saved_other
-        is_quotient = first.name() == "SumBackward0" and not any(others) and number.numel() == 1
+        is_quotient = first.name() in SUMS and not any(others) and number.numel() == 1
         return number if is_quotient else None
     if first.name() not in SELECTIONS:
         return None
@@ -106,6 +129,22 @@ def put_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
     too slow for code that runs for each layer and each microbatch.
     """
     module._buffers[name] = buffer
+
+
+def parameters_in(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module and of its submodules, each of them at least once.
+
+    The generator ``module.parameters()`` takes five times as long, which counts in code that runs in each step.
+    """
+    parameters: list[nn.Parameter] = []
+    modules, seen = [module], {module}
+    for current in modules:
+        parameters += [parameter for parameter in current._parameters.values() if parameter is not None]
+        for child in current._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return parameters
 
 
 def measure_every_step(model: DistributedDataParallel) -> None:
@@ -205,11 +244,49 @@ without_functions = torch._C.DisableTorchFunction
 with_functions = torch._C._EnableTorchFunction
 
 
+def not_intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does the same while no mode intercepts functions of torch, only operations.
+
+    A function mode takes 1.5 microseconds for each access to an attribute of a tensor, such as its gradient.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_functions():
+            return function(*args, **kwargs)
+
+    return run
+
+
 @contextmanager
-def without_modes() -> Iterator[None]:
-    """Return a context in which no mode intercepts operations or functions of torch."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
+def functions_without(mode: TorchFunctionMode) -> Iterator[None]:
+    """Return a context like `with_functions`, in which a mode does not intercept functions either."""
+    is_last = _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
+    with with_functions():
+        if is_last:
+            torch._C._pop_torch_function_stack()
+        try:
+            yield
+        finally:
+            if is_last:
+                torch._C._push_on_torch_function_stack(mode)
+
+
+class without_modes:  # noqa: N801  # It is used like the contexts of torch above.
+    """A context in which no mode intercepts operations or functions of torch.
+
+    torch's own context for this takes 20 microseconds, and a step of a pipeline needs it dozens of times.
+    """
+
+    def __enter__(self) -> None:
+        self._modes = [torch._C._pop_torch_dispatch_stack(None) for _ in range(torch._C._len_torch_dispatch_stack())]
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._functions.__exit__(None, None, None)
+        for mode in reversed(self._modes):
+            torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def tensor_without_storage(
@@ -224,6 +301,14 @@ def tensor_without_storage(
     return Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
     )
+
+
+def tracked_views() -> Any:
+    """Return an entered context in which autograd repeats the operations of a view after a write, if it needs the view.
+
+    Otherwise autograd creates the view from the strides and the offset of a storage, which not each tensor has.
+    """
+    return torch.autograd.grad_mode._force_original_view_tracking(True)
 
 
 def allow_in_lists(cls: type[Tensor]) -> None:

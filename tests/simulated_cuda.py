@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -199,17 +199,19 @@ def _simulate_groups() -> None:
 
 def _keep_mode() -> None:
     """Keep the simulated GPU where the package disables all modes, because its own modes are not wanted."""
-    disabled = _torch_private._disable_current_modes
+    context: Any = _torch_private.without_modes
+    enter, leave = context.__enter__, context.__exit__
 
-    @contextmanager
-    def without_other_modes() -> Iterator[Any]:
-        with ExitStack() as stack:
-            modes = stack.enter_context(disabled())
-            if any(isinstance(mode, GpuMode) for mode in modes):
-                stack.enter_context(GpuMode())
-            yield modes
+    def enter_but_keep(self: Any) -> None:
+        enter(self)
+        self.kept = GpuMode() if any(isinstance(mode, GpuMode) for mode in self._modes) else nullcontext()
+        self.kept.__enter__()
 
-    _torch_private._disable_current_modes = without_other_modes
+    def leave_kept(self: Any, *error: Any) -> None:
+        self.kept.__exit__(*error)
+        leave(self, *error)
+
+    context.__enter__, context.__exit__ = enter_but_keep, leave_kept
 
 
 def _simulate_autocast() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cnnstrategies._torch_private import add_all, copy_all, put_buffer
 
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 ENTRY_BYTES = 8  # Bytes of a mean, or of a variance, that replicas send each other: a number in float64.
 
 
@@ -56,16 +57,19 @@ class StatisticsRecorder:
         When a forward calls the layer for the first time, the layer's kernel then writes the mean and variance of this
         call into these tensors.
         """
-        layer = self.layer
-        self._saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
-        layer.num_batches_tracked, layer.momentum = None, 1.0
+        # Without the checks of `nn.Module.__setattr__`, which take longer than all else here.
+        layer, buffers = self.layer, vars(self.layer)["_buffers"]
+        self._saved = (*(buffers[name] for name in _BUFFERS), layer.momentum)
+        buffers["num_batches_tracked"] = None
+        object.__setattr__(layer, "momentum", 1.0)
         self._put(0)
 
     def restore(self) -> None:
         """Restore the running statistics that the layer had before :meth:`begin`."""
         if self._saved is not None:
-            layer = self.layer
-            layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self._saved
+            *buffers, momentum = self._saved
+            vars(self.layer)["_buffers"].update(zip(_BUFFERS, buffers, strict=True))
+            object.__setattr__(self.layer, "momentum", momentum)
             self._saved = None
 
     def _before(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

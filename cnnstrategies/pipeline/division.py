@@ -14,6 +14,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.graph_checks import graph_module, known
 from cnnstrategies.pipeline.leaf_tracer import CallKey, call_keys
 from cnnstrategies.pipeline.node_uses import ordered_nodes, stages_of_readers, state_names
+from cnnstrategies.pipeline.noted_contents import NotedContents
 from cnnstrategies.pipeline.open_tracer import TAKEN, Attribute, fingerprint
 from cnnstrategies.pipeline.outside_reads import outside_reads
 from cnnstrategies.pipeline.own_code import contexts_left, with_stores
@@ -71,6 +72,7 @@ class Division:
         network: The network. It must have its parameters, but it may be on the meta device.
         cuts: For each cut, the name of the module after which the network is cut, or the index of the first node after
             the cut; see :func:`~cnnstrategies.pipeline.stage.divide`.
+        traced: The network's graph for training, see :func:`.tracing.trace_open`; None to trace the network.
 
     Attributes:
         network: The network.
@@ -86,10 +88,10 @@ class Division:
         ConfigurationError: The network cannot be traced, or a cut is not possible.
     """
 
-    def __init__(self, network: nn.Module, cuts: Sequence[str | int]) -> None:
+    def __init__(self, network: nn.Module, cuts: Sequence[str | int], traced: fx.GraphModule | None = None) -> None:
         self.network = network
         self.stages = len(cuts) + 1
-        full = trace_open(network, True)
+        full = traced or trace_open(network, True)
         self.cuts = positions = tuple(check_cuts(full, cuts))
         stage_of = {node: sum(cut <= index for cut in positions) for index, node in enumerate(ordered_nodes(full))}
         self._modules = dict(network.named_modules())
@@ -97,6 +99,8 @@ class Division:
         with mode(network, True):
             first, place = self._trace(full, stage_of)
         self._traces = [first]
+        self._tables: NotedContents | None = None  # Those of the parameters and submodules of all modules.
+        self._parameters: list[tuple[str, int, nn.Parameter]] = []
         self._first = [(node.name, stage) for node, stage in place.items()]
         self.owner, self.used = self._owners(first.traced, place)
         self._compile: Callable[[Any], Any] = lambda run: run
@@ -132,7 +136,7 @@ class Division:
         if self.network in known:
             known[network] = known[self.network]  # Numbers that follow from the shapes of images.
         division = copy.copy(self)
-        vars(division).update(network=network, _modules=dict(network.named_modules()), _traces=[])
+        vars(division).update(network=network, _modules=dict(network.named_modules()), _traces=[], _tables=None)
         return division
 
     def tensors(self, network: nn.Module | None = None) -> Iterator[tuple[str, int, Tensor]]:
@@ -149,6 +153,20 @@ class Division:
             if name not in self.owner:
                 self._add(name)
             yield name, self.owner[name], tensor
+
+    def parameters(self) -> list[tuple[str, int, nn.Parameter]]:
+        """Return the name, the stage and the tensor of each parameter, each tensor once.
+
+        Tensors that stand in the places of parameters, as during `torch.func.functional_call`, are left out. The list
+        is the same object as long as no parameter has been replaced.
+        """
+        if self._tables is None or not self._tables.hold:
+            modules = [vars(module) for module in self.network.modules()]
+            self._tables = NotedContents([module[key] for module in modules for key in ("_parameters", "_modules")])
+            self._parameters = [
+                (name, stage, tensor) for name, stage, tensor in self.tensors() if isinstance(tensor, nn.Parameter)
+            ]
+        return self._parameters
 
     def _add(self, name: str) -> None:
         """Add a parameter or buffer that was created after the division."""

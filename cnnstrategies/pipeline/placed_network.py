@@ -6,13 +6,16 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from cnnstrategies._torch_private import without_functions
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.buffers import leave_statistics
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
 from cnnstrategies.pipeline.known_forms import KnownForm, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
+from cnnstrategies.pipeline.noted_contents import NotedContents
 from cnnstrategies.pipeline.placed_call import PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -55,7 +58,12 @@ class PlacedNetwork:
         copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
         one_microbatch: Why the network runs batches as one microbatch; None if it does not.
         declared: The loss that the module declares, which allows the order 1F1B; None if the order is always GPipe's.
+        window_ends: Whether the optimizer makes a step after the backward of the current training step.
+        calls: Number of calls with gradients in the current training step.
     """
+
+    window_ends = False
+    calls = 0
 
     def __init__(
         self,
@@ -86,6 +94,7 @@ class PlacedNetwork:
         self.division = division
         self.runner = StageRunner(division, transport, ahead, replicas)
         self.forms: dict[Hashable, KnownForm] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._modules = tuple(network.modules())
         self._graphs = self.division.graphs()
         self.ranks = [tuple(sorted(transport.placement.ranks(stage))) for stage in range(self.division.stages)]
@@ -93,6 +102,7 @@ class PlacedNetwork:
         paths = [(name, *name.rpartition(".")[::2]) for name, _ in network.named_buffers()]
         of_stage = [path for path in paths if division.owner[path[0]] == self.runner.stage]
         self._buffers = [(name, modules[path], key) for name, path, key in of_stage]
+        self._placed_buffers: NotedContents | None = None
         self.place_state(network)
         self.places.sums.watch(self.runner)
         self._owner = owner if any(module is network for module in owner.modules()) else network
@@ -157,7 +167,9 @@ class PlacedNetwork:
             # The state of an opened container has changed, on all ranks.
             self._graphs = graphs
             self.forms.clear()
-        return form_of(images, self._modules, parameters, self.runner.transport.device.type)
+        form = form_of(images, self._modules, parameters, self.runner.transport.device.type)
+        # The form of a network has hundreds of numbers, and each look into a dictionary would hash them.
+        return self._numbers.setdefault(form, len(self._numbers))
 
     def may_read_gradients(self) -> bool:
         """Whether code inside of the network, such as a hook of a module, may read gradients of parameters."""
@@ -172,6 +184,7 @@ class PlacedNetwork:
         in_order: bool,
         gradients: GradientsOfResults | None = None,
         checkpointing: Checkpointing | None = None,
+        early: EarlySums | None = None,
     ) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
 
@@ -180,11 +193,12 @@ class PlacedNetwork:
         Args:
             gradients: See `StageRunner.begin_interleaved`; None for the order of GPipe.
             checkpointing: See `StageRunner.begin`. Ignored for the order 1F1B.
+            early: See `StageRunner.begin_interleaved`.
         """
         if form not in self._whole:
             try:
                 if gradients is not None:
-                    return self.runner.begin_interleaved(images, samples, form, gradients)
+                    return self.runner.begin_interleaved(images, samples, form, gradients, early)
                 return self.runner.begin(images, samples, needs_gradient, form, in_order, checkpointing=checkpointing)
             except NeedsOneMicrobatchError as error:
                 if error.is_once:
@@ -209,13 +223,10 @@ class PlacedNetwork:
         Args:
             images: Nested containers of tensors with one row per sample.
         """
-        parameters = {name: tensor for name, _, tensor in self.division.tensors() if isinstance(tensor, nn.Parameter)}
-        form = self.form_of(images, [*parameters.values()])
-        used = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if parameter.requires_grad and name in self.division.used
-        }
+        parameters, names = self.division.parameters(), self.division.used
+        form = self.form_of(images, [parameter for *_, parameter in parameters])
+        with without_functions():  # A mode would intercept each access to an attribute of a tensor.
+            used = {name: tensor for name, _, tensor in parameters if tensor.requires_grad and name in names}
         call = PlacedCall(self, images, used, form)
         tensors = call.run()
         self._place_new_buffers()
@@ -241,10 +252,13 @@ class PlacedNetwork:
 
     def _place_new_buffers(self) -> None:
         """Mark buffers that a forward has put in the place of others."""
+        if self._placed_buffers is not None and self._placed_buffers.hold:
+            return
         for name, module, key in self._buffers:
             buffer = getattr(module, key, None)
             if isinstance(buffer, Tensor) and self.places.place_of(buffer) is None:
                 self.places.mark(buffer, self.ranks[self.runner.stage], name)
+        self._placed_buffers = NotedContents(vars(module)["_buffers"] for _, module, _ in self._buffers)
 
 
 def _names_in(function: Any) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import writes
@@ -104,8 +104,8 @@ class SecondForwards:
         self._recorders = runner.buffers.recorders
         self._parameters = [
             (name, tensor, writes(tensor))
-            for name, stage, tensor in runner.division.tensors()
-            if stage == runner.stage and isinstance(tensor, nn.Parameter)
+            for name, stage, tensor in runner.division.parameters()
+            if stage == runner.stage
         ]
         self._first: dict[int, list[Tensor]] = {}
 

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, InterleavedBatch
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
-from cnnstrategies.pipeline.storing_code import function_may_store, may_store
+from cnnstrategies.pipeline.stored_watch import WatchState
+from cnnstrategies.pipeline.storing_code import any_may_store, function_may_store
 from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timeline import Clock
 from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Kind, Placement, Schedule, Task, turns
@@ -143,13 +145,11 @@ class StageRunner:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters of this stage that the network uses, in the order of the network."""
+        division = self.division
         return [
             tensor
-            for name, stage, tensor in self.division.tensors()
-            if stage == self.stage
-            and isinstance(tensor, nn.Parameter)
-            and tensor.requires_grad
-            and name in self.division.used
+            for name, stage, tensor in division.parameters()
+            if stage == self.stage and tensor.requires_grad and name in division.used
         ]
 
     def close(self) -> None:
@@ -189,8 +189,12 @@ class StageRunner:
         )
         self.buffers.copies_others = False
 
-    def _may_store(self) -> bool:
-        """Whether a forward of any stage may store something. The answer is the same on all ranks."""
+    def _may_store(self, state: WatchState) -> bool:
+        """Whether a forward of any stage may store something. The answer is the same on all ranks.
+
+        Args:
+            state: The state of the network.
+        """
         graphs = self.division.graphs()
         if self._called[0] is not graphs:
             network = self.division.network
@@ -201,7 +205,7 @@ class StageRunner:
             )
             self._called = graphs, list({id(m): m for root in modules for m in root.modules()}.values()), stores
         _, called, stores = self._called
-        return stores or any(map(may_store, called))
+        return stores or any_may_store(called, state)
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Replace gradients by their sums over the replicas. All replicas must call this."""
@@ -247,7 +251,12 @@ class StageRunner:
         return batch
 
     def begin_interleaved(
-        self, images: Any, samples: int, form: Hashable, gradients: GradientsOfResults
+        self,
+        images: Any,
+        samples: int,
+        form: Hashable,
+        gradients: GradientsOfResults,
+        early: EarlySums | None = None,
     ) -> InterleavedBatch:
         """Run all forwards and backwards of a batch in the order 1F1B. All ranks must call this.
 
@@ -256,13 +265,14 @@ class StageRunner:
             samples: See :meth:`begin`.
             form: See :meth:`begin`.
             gradients: Function that returns the gradients of a microbatch's results; called in the last stage.
+            early: See `WholeBatch.backward`.
 
         Raises:
             NeedsOneMicrobatchError: See :meth:`begin`.
         """
         self._refresh()
         self.schedule = "1f1b"
-        batch = InterleavedBatch(self, images, samples, form, gradients)
+        batch = InterleavedBatch(self, images, samples, form, gradients, early)
         self.sizes = batch.sizes
         return batch
 

@@ -20,9 +20,10 @@ from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
 from cnnstrategies.pipeline.mixing import MixingProbe
 from cnnstrategies.pipeline.noted_state import NotedState
-from cnnstrategies.pipeline.stored_watch import StoredWatch
+from cnnstrategies.pipeline.stored_watch import StoredWatch, WatchState
 from cnnstrategies.pipeline.term_reports import TermReport, TermReports
 from cnnstrategies.pipeline.term_rules import TermRules
+from cnnstrategies.pipeline.watched import StoredKey
 from cnnstrategies.placed import Places, RefusedError
 
 _OF_NEW_HOOKS = (
@@ -51,8 +52,8 @@ class StoredTerms:
         ranks: For each stage, the ranks of its replicas.
         first_ranks: For each stage, the rank that runs the first microbatch.
         share: Function that copies tensors among the replicas of the stage; see `StageReplicas.share_rows`.
-        may_store: Function that returns whether a forward of any stage may store something. It gives the same answer on
-            all ranks.
+        may_store: Function that returns whether a forward of any stage may store something, from the state of the
+            network. It gives the same answer on all ranks.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class StoredTerms:
         ranks: Sequence[tuple[int, ...]],
         first_ranks: Sequence[int],
         share: Callable[[Sequence[Tensor], Sequence[int]], None],
-        may_store: Callable[[], bool],
+        may_store: Callable[[WatchState], bool],
     ) -> None:
         self.watch = StoredWatch(owner, network)
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
@@ -80,6 +81,8 @@ class StoredTerms:
         self.without_terms: set[Hashable] = set()
         self.may_store = may_store
         self._network = network
+        self._known_state: object = None
+        self._hooks: Hashable = ()
         # By the form of a batch, and by the hooks of the network: the form under which this rank remembers its calls.
         self.known_hooks: dict[Hashable, dict[Hashable, Hashable]] = {}
 
@@ -92,13 +95,19 @@ class StoredTerms:
             device: Device of this rank.
             form: Key that is equal for batches of the same form.
         """
-        self.watch.begin()
-        return CallTerms(self, rows, needs_gradient, device, (form, rows.sizes))
+        return CallTerms(self, rows, needs_gradient, device, (form, rows.sizes), self.watch.begin())
 
-    def hooks(self) -> Hashable:
-        """Return a key of the hooks on all modules of the network, which may differ between ranks."""
-        modules = enumerate(self._network.modules())
-        return tuple((index, code_of(hook)) for index, module in modules for hook in hooks_of(module))
+    def hooks(self, state: WatchState) -> Hashable:
+        """Return a key of the hooks on all modules of the network, which may differ between ranks.
+
+        Args:
+            state: The state of the network.
+        """
+        if self._known_state is not state:
+            modules = enumerate(self._network.modules())
+            self._hooks = tuple((index, code_of(hook)) for index, module in modules for hook in hooks_of(module))
+            self._known_state = state
+        return self._hooks
 
 
 class CallTerms:
@@ -106,13 +115,22 @@ class CallTerms:
 
     Attributes:
         reason: Why the stage needs the whole batch as one microbatch, if the caller knows a reason.
+        is_quiet: Whether no forward stores anything, as far as all ranks know from the code and from earlier calls. The
+            forwards are then watched together, and not one by one.
     """
 
     def __init__(
-        self, terms: StoredTerms, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable
+        self,
+        terms: StoredTerms,
+        rows: BatchRows,
+        needs_gradient: bool,
+        device: torch.device,
+        form: Hashable,
+        state: WatchState,
     ) -> None:
+        self._state = state
         self._terms, self._rows, self._needs_gradient, self._device = terms, rows, needs_gradient, device
-        self._hooks, self._known_hooks = terms.hooks(), terms.known_hooks.setdefault(form, {})
+        self._hooks, self._known_hooks = terms.hooks(state), terms.known_hooks.setdefault(form, {})
         if not self._known_hooks:
             self._known_hooks[self._hooks] = form
         self._base = form
@@ -126,6 +144,8 @@ class CallTerms:
         # Layers may set their parameters in their first forward.
         self._noted = NotedParameters(terms.modules) if terms.is_first else None
         self._changed_parameter: str | None = None
+        has_run = self._form in terms.run_forms and self._form in terms.without_terms
+        self.is_quiet = has_run and not (terms.is_first or self._has_new_hooks or terms.may_store(state))
         self._of_backward = StoredValues.of({})
 
     # The forwards
@@ -151,8 +171,10 @@ class CallTerms:
             if not self._rows.is_one_microbatch:
                 self._noted.restore()
         self._ran.append(microbatch)
-        values = StoredValues.of(watch.take())
-        self._microbatches.add(microbatch, values, watch.before, arguments)
+        if self.is_quiet:
+            self._microbatches.add(microbatch, StoredValues.of({}), {}, arguments)
+        else:
+            self._microbatches.add(microbatch, StoredValues.of(watch.take()), watch.before, arguments)
         return result
 
     def drop_arguments(self) -> None:
@@ -185,8 +207,12 @@ class CallTerms:
             RefusedError: A hook that was registered after the first call, and not on all ranks, mixes samples.
         """
         terms, places, microbatches = self._terms, self._terms.places, self._microbatches
-        refusal = terms.watch.new_modules()
-        if not self._agree_on_terms():
+        state = terms.watch.state
+        refusal = None if state is self._state else terms.watch.new_modules()
+        unseen = next(iter(terms.watch.take()), None) if self.is_quiet and state is not self._state else None
+        is_exchanged = self._agree_on_terms(state)
+        self._refuse(unseen)
+        if not is_exchanged:
             microbatches.arguments.clear()
             self._noted = None
             self._check_nothing(refusal)
@@ -220,17 +246,20 @@ class CallTerms:
         if terms.reports.are_empty:
             terms.without_terms.add(self._form)
 
-    def _agree_on_terms(self) -> bool:
+    def _agree_on_terms(self, state: WatchState) -> bool:
         """Return whether the ranks exchange what they have stored. All ranks return the same.
 
         If all ranks have new hooks since earlier calls with this form, the call counts as the first call with another
         form. Hooks that only some ranks have are a matter of these ranks.
+
+        Args:
+            state: The state of the network after the forwards.
         """
         terms, places = self._terms, self._terms.places
         # Without a backward, later calls may begin before this call ends on other ranks, so there is no exchange.
         everyone = range(places.world_size) if self._needs_gradient else (places.rank,)
         is_empty = self._form in terms.without_terms
-        facts = places.exchange((self._has_new_hooks, is_empty, terms.may_store()), everyone, "hooks")
+        facts = places.exchange((self._has_new_hooks, is_empty, terms.may_store(state)), everyone, "hooks")
         if self._has_new_hooks:
             if len(facts) == places.world_size and all(has_new for has_new, *_ in facts):
                 self._form = self._base, self._hooks
@@ -264,7 +293,10 @@ class CallTerms:
             raise ConfigurationError(refusal)
         if self.reason is not None:
             raise RefusedError(f"{self.reason}, unlike for earlier batches of the same shapes: use one microbatch")
-        key = self._microbatches.first_key
+        self._refuse(self._microbatches.first_key)
+
+    def _refuse(self, key: StoredKey | None) -> None:
+        """Raise an error if a forward has stored something that its code does not show."""
         if key is not None:
             raise RefusedError(
                 f"a forward has stored a value in {key}, which the code of the network's modules does not show: store "
@@ -332,7 +364,8 @@ class CallTerms:
 
         All ranks must call this, if :attr:`stores_in_backward` is true on a rank. The batch is one microbatch.
         """
-        terms = CallTerms(self._terms, self._rows, False, self._device, self._form)
+        terms = CallTerms(self._terms, self._rows, False, self._device, self._form, self._terms.watch.state)
+        terms.is_quiet = False
         terms._microbatches.before = dict(self._terms.watch.before)
         terms._microbatches.stored = dict.fromkeys(self._ran, self._of_backward)
         terms.finish()

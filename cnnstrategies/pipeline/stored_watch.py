@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import is_batch_norm
+from cnnstrategies.pipeline.noted_contents import NotedContents
 from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.outside_variables import (
     MISSING,
@@ -54,6 +55,13 @@ _DEPTH = 4
 _LARGE = 1000
 
 
+class WatchState:
+    """An object that stays the same as long as the network's modules have the same hooks and submodules.
+
+    They then also have the same attributes, except for numbers and texts.
+    """
+
+
 class StoredWatch:
     """Finds what forwards store on modules, in objects that modules refer to, and in variables of functions.
 
@@ -68,28 +76,76 @@ class StoredWatch:
         self._owner = owner
         self._network = owner if network is None else network
         self._records: list[_ModuleState] = []
+        # Modules whose attributes change between calls, and the contents, variables and tensors of the other modules.
+        self._changeable: list[_ModuleState] = []
+        self._contents: NotedContents | None = None
+        self._variables: list[WatchedVariables] = []
+        self._fixed_tensors: list[WatchedTensor] = []
+        self._state = WatchState()
         self._tensors: WeakValueDictionary[int, WatchedTensor] = WeakValueDictionary()
         self._changing: set[tuple[Any, ...]] = set()  # Paths of tensors that forwards have changed in place.
         self.before: dict[StoredKey, Any] = {}
         self.modules: list[nn.Module] = []
 
-    def begin(self) -> None:
-        """Note the current state. Later calls of :meth:`take` return to this state."""
+    def begin(self) -> "WatchState":
+        """Note the current state, and return :attr:`state`. Later calls of :meth:`take` return to this state."""
+        if self._are_fixed():
+            for tensor in self._fixed_tensors:
+                tensor.refresh()
+            changed = [record for record in self._changeable if record.refresh()]
+            if any(record.is_divided for record in changed):
+                self._state = WatchState()
+            return self._state
         if not self._records or any(r.has_other_modules() or r.has_other_parameters() for r in self._records):
             self.modules = list(self._network.modules())
             tree = {id(module) for module in self._owner.modules()}
             divided = set(map(id, self.modules))
             searched: set[type] = set()
-            self._records = []
+            self._records, self._changeable = [], []
             for name, module in self._owner.named_modules():
                 # All modules of a class have the same variables.
                 kind = type(module)
                 is_new = id(module) in divided and kind not in searched and not is_library(kind.__module__)
                 searched.add(kind)
-                self._records.append(_ModuleState(name, module, tree, self._tensors, is_new))
+                is_divided = id(module) in divided
+                self._records.append(_ModuleState(name, module, tree, self._tensors, is_new, is_divided))
         else:
+            known = {*map(id, self._changeable)}
+            self._changeable += [r for r in self._records if id(r) not in known and r.has_changed()]
             for record in self._records:
                 record.refresh()
+        self._note_contents()
+        return self._state
+
+    def _note_contents(self) -> None:
+        """Note what :meth:`_are_fixed` compares."""
+        changeable = {*map(id, self._changeable)}
+        records = [record for record in self._records if id(record) not in changeable]
+        containers = [container for record in records for container in record.containers]
+        self._variables = [container for container in containers if isinstance(container, WatchedVariables)]
+        self._fixed_tensors = [tensor for record in records for tensor in record.tensors]
+        attributes = [vars(record.module) for record in self._records]
+        tables = [of_module[name] for of_module in attributes for name in _TABLES]
+        content = [container.target for container in containers if isinstance(container, Container)]
+        self._contents = NotedContents([*content, *tables], [of_module["_parameters"] for of_module in attributes])
+        self._state = WatchState()
+
+    def _are_fixed(self) -> bool:
+        """Whether no module that has not changed so far has changed now, except the values of tensors."""
+        if self._contents is None or not self._contents.hold:
+            return False
+        return not any(variables.has_changed() for variables in self._variables)
+
+    def has_changed(self) -> bool:
+        """Whether something has changed since :meth:`begin`."""
+        if not self._are_fixed() or any(record.has_changed() for record in self._changeable):
+            return True
+        return any(tensor.has_changed() for tensor in self._fixed_tensors)
+
+    @property
+    def state(self) -> "WatchState":
+        """The object that :meth:`begin` has returned, or a new one if something has changed since."""
+        return WatchState() if self.has_changed() else self._state
 
     def take(self) -> dict[StoredKey, Any]:
         """Return what has been stored since :meth:`begin`, and undo it.
@@ -99,6 +155,8 @@ class StoredWatch:
         """
         stored: dict[StoredKey, Any] = {}
         self.before = {}
+        if not self.has_changed():
+            return stored
         seen: set[int] = set()
         for record in self._records:
             if record.has_changed():
@@ -111,7 +169,7 @@ class StoredWatch:
 
     def new_modules(self) -> str | None:
         """Return an error message if a forward has created modules or parameters since :meth:`begin`, or None."""
-        for record in self._records:
+        for record in () if self._are_fixed() else self._records:
             if record.has_other_modules() or record.has_other_parameters():
                 return (
                     f"the network's forward has created a submodule or parameter of {record.name or 'the module'} "
@@ -127,7 +185,7 @@ class StoredWatch:
             of_all: Whether autograd saves copies of all watched tensors, because it is not known which of them the
                 forward changes.
         """
-        tensors = [tensor for record in self._records for tensor in record.tensors]
+        tensors = [tensor for record in self._records for tensor in record.tensors] if of_all or self._changing else []
         return saving_copies(tensor.target for tensor in tensors if of_all or tensor.path in self._changing)
 
     def noted(self) -> NotedState:
@@ -211,6 +269,7 @@ class _ModuleState:
         tree: Ids of all modules that have a state of their own.
         tensors: Watched tensors by id. The object adds tensors.
         has_class: Whether variables that the code of the module's class names also belong to the state.
+        is_divided: Whether the module belongs to the network.
     """
 
     def __init__(
@@ -220,8 +279,10 @@ class _ModuleState:
         tree: set[int],
         tensors: "WeakValueDictionary[int, WatchedTensor]",
         has_class: bool,
+        is_divided: bool,
     ) -> None:
         self.name, self.module, self._tree, self._known, self._has_class = name, module, tree, tensors, has_class
+        self.is_divided = is_divided
         self._modules = list(vars(module)["_modules"].values())
         self._parameters = len(vars(module)["_parameters"])
         self.containers: list[Container | WatchedVariables] = []
@@ -243,10 +304,18 @@ class _ModuleState:
             tensor.has_changed() for tensor in self.tensors
         )
 
-    def refresh(self) -> None:
-        """Note the current state."""
-        if self.has_changed() or _hooks_of(self.module) != self._hooks:
+    def refresh(self) -> bool:
+        """Note the current state. Return whether more may have changed than numbers and texts in attributes."""
+        has_other_hooks = _hooks_of(self.module) != self._hooks
+        if not has_other_hooks and not self.has_changed():
+            return False
+        containers = [container.renewed() for container in self.containers]
+        if has_other_hooks or None in containers or any(tensor.has_changed() for tensor in self.tensors):
             self._search()
+            return True
+        # `NotedState` needs the old records.
+        self.containers = [container for container in containers if container is not None]
+        return False
 
     def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any], seen: set[int]) -> None:
         """Move what has been stored into a dictionary, and restore the noted state.

@@ -7,7 +7,7 @@ messages. A wrong answer is noticed, because each rank still looks at what its f
 import builtins
 import dis
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from cnnstrategies._torch_private import hooks_of
 from cnnstrategies.pipeline.buffers import is_batch_norm
+from cnnstrategies.pipeline.stored_watch import WatchState
 from cnnstrategies.pipeline.watched import PLAIN
 
 # Instructions that change an object which other code may refer to.
@@ -42,11 +43,22 @@ _BUILTINS = {
 _PACKAGES = ("torch", "math", "_operator", "operator", "numpy", "typing", "builtins", "collections.abc")
 _MODULES = ("torch.nn.modules.", "torchvision.ops.")  # Prefixes of modules whose classes' forwards store nothing.
 _verdicts: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+# By the state of a network: modules, and whether any of them may store something.
+_of_states: "WeakKeyDictionary[WatchState, tuple[Sequence[nn.Module], bool]]" = WeakKeyDictionary()
 
 
 def forget_verdicts() -> None:
     """Look at the code of all modules again, because what is known of a layer has changed."""
     _verdicts.clear()
+    _of_states.clear()
+
+
+def any_may_store(modules: Sequence[nn.Module], state: WatchState) -> bool:
+    """Whether any of several modules of a network in a given state may store something."""
+    known = _of_states.get(state)
+    if known is None or known[0] is not modules:
+        known = _of_states[state] = modules, any(map(may_store, modules))
+    return known[1]
 
 
 def may_store(module: nn.Module) -> bool:

@@ -73,6 +73,17 @@ class Container:
             return not all(map(is_, target.values(), values)) or list(target) != self._keys
         return not all(map(is_, target, values))
 
+    def renewed(self) -> "Container | None":
+        """Return a record of the present content; None if it differs in more than numbers and texts of a dictionary."""
+        if not self.has_changed():
+            return self
+        target, noted = self.target, zip(self._keys, self._values, strict=True)
+        if not isinstance(target, dict) or list(target) != self._keys:
+            return None
+        if all(target[key] is old or (isinstance(old, PLAIN) and isinstance(target[key], PLAIN)) for key, old in noted):
+            return Container(self.path, target, self._kind)
+        return None
+
     def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any]) -> None:
         """Move the changes into a dictionary, and restore the noted content."""
         target = self.target
@@ -127,6 +138,10 @@ class WatchedVariables:
     def has_changed(self) -> bool:
         """Whether the values are not the noted values."""
         return not all(map(is_, self.target.values(), self._values))
+
+    def renewed(self) -> "WatchedVariables | None":
+        """Return this record; None if the values have changed."""
+        return None if self.has_changed() else self
 
     def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any]) -> None:
         """Move the changes into a dictionary, and restore the noted values."""

@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies._torch_private import mark_as_parameter, swap_contents, without_modes
+from cnnstrategies._torch_private import (
+    functions_without,
+    mark_as_parameter,
+    swap_contents,
+    without_functions,
+    without_modes,
+)
 from cnnstrategies.placed.decision import Place, is_at
 from cnnstrategies.placed.device_link import DeviceLink
 from cnnstrategies.placed.foreign import ForeignTensor
@@ -109,6 +114,10 @@ class Places:
         finally:
             self._active = before
 
+    def functions_of_others(self) -> AbstractContextManager[None]:
+        """Return a context inside of :meth:`local` in which other modes and classes have their functions of torch."""
+        return functions_without(self._functions)
+
     def begin_local(self) -> None:
         """Enter the context :meth:`local`, which :meth:`end_local` leaves, for code between two hooks."""
         context = self.local()
@@ -204,6 +213,16 @@ class Places:
         setattr(Tensor.untyped_storage(value), MARK, Mark(self, place, label))
         return value if self.rank in place else self.foreign_like(value, place, label)
 
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor at the tensor's place, without a gradient."""
+        if type(tensor) is ForeignTensor:
+            return tensor.twin("")
+        place = self.place_of(tensor)
+        if place is None or self.sums.waiting or isinstance(tensor, PartialTensor):
+            return tensor.detach().clone()
+        with self.local():
+            return self.mark(tensor.detach().clone(), place)
+
     def set_place(self, tensor: Tensor, place: tuple[int, ...], label: str) -> None:
         """Give a parameter or buffer a place and a name: mark the tensor on the place's ranks, else make it foreign.
 
@@ -255,9 +274,10 @@ class Places:
         """
         tensors = list(tensors)
         self.sums.settle_for(tensors)
+        with without_functions():
+            places = [*map(self.place_of, tensors)]
         elsewhere: dict[tuple[int, ...], dict[int, Tensor]] = {}
-        for tensor in tensors:
-            place = self.place_of(tensor)
+        for tensor, place in zip(tensors, places, strict=True):
             if place is not None and not is_at(place, ranks):
                 elsewhere.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
                 if (label := self.label_of(tensor)) in self.readers:
@@ -299,16 +319,17 @@ class Places:
             place = self.place_of(tensor)
             if place is not None:
                 placed.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
+        subjects = {place: self._subject(why, list(placed[place].values())) for place in sorted(placed)}
         copies: dict[int, Tensor] = {}
-        for place in sorted(placed):
-            read = list(placed[place].values())
-            subject = self._subject(why, read)
-            with self.local():
-                parcel = TensorParcel(read, self.devices)
-                packed = parcel.pack() if self.rank == place[0] else []
-                message = self._told(place, partial(parcel.for_message, packed), subject)
-                parts = parcel.share(packed or message, place[0])
-                copies |= zip(placed[place], parcel.unpack(parts), strict=True)
+        with self.local():
+            parcels = {place: TensorParcel(list(placed[place].values()), self.devices) for place in subjects}
+            packed = {place: parcels[place].pack() for place in subjects if place[0] == self.rank}
+            for place, parts in packed.items():  # Before this rank waits for other ranks.
+                self._send_to_others(parcels[place].for_message(parts), subjects[place])
+            for place, subject in subjects.items():
+                message = packed[place] if place in packed else self.messages.receive(place[0], subject)
+                shared = parcels[place].share(message, place[0])
+                copies |= zip(placed[place], parcels[place].unpack(shared), strict=True)
         return copies
 
     def at_exactly(self, tensor: Tensor, place: Place, why: str) -> Tensor:
@@ -355,9 +376,10 @@ class Places:
         """
         why = "gradients"
         misplaced: dict[Place, list[Tensor]] = {}
-        for tensor in tensors:
-            if self.is_misplaced(tensor):
-                misplaced.setdefault(self.place_of(tensor), []).append(tensor)
+        with without_functions():  # A function mode would intercept each access to an attribute of a tensor.
+            for tensor in tensors:
+                if self.is_misplaced(tensor):
+                    misplaced.setdefault(self.place_of(tensor), []).append(tensor)
         for place in sorted(misplaced, key=lambda place: place or ()):
             gradients = [tensor.grad for tensor in misplaced[place] if tensor.grad is not None]
             copies = self.all_everywhere(gradients, why) if place is None else self.bring_all(gradients, place, why)
@@ -377,19 +399,20 @@ class Places:
             why: First word of the message's subject.
             details: Description of the value.
         """
-        return self._told(place, make, self._subject(why, (), details))
-
-    def _told(self, place: tuple[int, ...], make: Callable[[], Any], subject: str) -> Any:
+        subject = self._subject(why, (), details)
         if self.rank != place[0]:
             with self.local():
                 return self.messages.receive(place[0], subject)
         value = make()
         with self.local():
             value = tree_map(as_plain, value)
-            for rank in range(self.world_size):
-                if rank != self.rank:
-                    self.messages.send(rank, subject, value)
+            self._send_to_others(value, subject)
         return value
+
+    def _send_to_others(self, value: Any, subject: str) -> None:
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                self.messages.send(rank, subject, value)
 
     def exchange(self, value: T, among: Sequence[int], why: str) -> list[T]:
         """Return the values of the given ranks, in their order. These ranks call this method, possibly alone."""

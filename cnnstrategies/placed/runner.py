@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cnnstrategies._torch_private import OperationMode, without_functions
+from cnnstrategies._torch_private import QuickOperationMode, is_compiling, not_compiled, without_functions
 from cnnstrategies.placed.collectives import run_collective
 from cnnstrategies.placed.decision import Place, SeveralPlacesError, decide, is_at
 from cnnstrategies.placed.draws import draw_and_drop, generator_of
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cnnstrategies.placed.places import Places
 
 CPU = torch.device("cpu")
+DETACH = torch.ops.aten.detach.default
 
 
 class OperationRunner:
@@ -39,6 +40,10 @@ class OperationRunner:
         """Run an operation by its rule, and return its results."""
         if self.places.has_partial and (partial := partial_in(args, kwargs)):
             return run_partial(self, func, partial, args, kwargs)
+        if func is DETACH and not self.places.sums.waiting:
+            # Autograd detaches each gradient. The storage of the result has the mark already.
+            tensor = args[0]
+            return tensor.twin(tensor.label) if type(tensor) is ForeignTensor else func(tensor)
         operation = operation_of(func)
         if operation.writes_first_only and args and type(args[0]) is ForeignTensor and self._all_at(args, kwargs):
             return args[0]
@@ -82,7 +87,7 @@ class OperationRunner:
         rule = operation.rule_for(args, kwargs)
         if rule is Rule.PACKED:
             return self._pack_sequences(func, *args)
-        if rule in (Rule.ROWS, Rule.FINITE):
+        if rule in (Rule.ROWS, Rule.NORMS, Rule.FINITE):
             return run_rows(self, func, operation, args, kwargs)
         if operation.name == "equal" and args[0].shape != args[1].shape:
             return False
@@ -248,14 +253,16 @@ def common_device(args: Any, kwargs: Any) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), devices[0] if devices else CPU)
 
 
-class Operations(OperationMode):  # type: ignore[no-untyped-call]
+class Operations(QuickOperationMode):  # type: ignore[no-untyped-call]
     """The mode that runs each operation by the rules."""
 
     def __init__(self, runner: OperationRunner) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._runner = runner
+        self._run_without_compiler = not_compiled(runner.run)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation by the rules."""
         with without_functions():
-            return self._runner.run(func, args, kwargs or {})
+            run = self._run_without_compiler if is_compiling() else self._runner.run
+            return run(func, args, kwargs or {})

@@ -6,6 +6,7 @@ import test_batch_rows
 import test_exact_resume
 import test_late_verdicts
 import test_network_copies
+import test_outside
 import test_placed_module
 import test_second_forward
 import test_stored
@@ -92,6 +93,14 @@ def each_microbatch_gets_the_whole_gradient_of_a_stored_mean(
 
 removes(MixingProbe.verdict, "stages that mix samples run parts of a batch", cases=["mixed"], **TERMS, takes_long=True)
 removes(StoredWatch.put, "a stored value is that of the last microbatch", cases=["terms"], **TERMS, takes_long=True)
+removes(
+    StoredWatch.has_changed,
+    "changes after the first call are not noticed",
+    killed_by=test_outside.test_each_change_is_noticed_in_later_calls,
+    gives=False,
+    how="list",
+    changes_between=False,
+)
 removes(
     SecondForwards.check,
     "a second forward may give other results",

@@ -102,6 +102,61 @@ def test_values_outside_of_modules_are_taken_away_and_stored_again(how: str) -> 
     assert content() == before
 
 
+class Holder(nn.Module):
+    """A module with attributes of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.items, self.table = 1.0, [2.0], {"a": self}
+        self.inner = nn.Linear(1, 1)
+        self.register_buffer("kept", torch.zeros(1))
+
+
+def rename(table: dict[str, Any]) -> None:
+    table["b"] = table.pop("a")
+
+
+# Changes of a holder, and what they store.
+CHANGES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "number": (lambda holder: setattr(holder, "number", 2.0), ["set"]),
+    "deleted": (lambda holder: delattr(holder, "number"), ["delete"]),
+    "list": (lambda holder: holder.items.append(3.0), ["append"]),
+    "element": (lambda holder: holder.items.__setitem__(0, 3.0), ["replace"]),
+    "key": (lambda holder: rename(holder.table), ["set", "delete"]),
+    "buffer": (lambda holder: holder.kept.add_(1), ["values"]),
+    "hook": (lambda holder: holder.inner.register_forward_hook(print), []),
+    "module": (lambda holder: setattr(holder, "inner", nn.Linear(1, 1)), []),
+    "parameter": (lambda holder: holder.inner.register_parameter("other", nn.Parameter(torch.ones(1))), []),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("changes_between", [False, True])
+def test_each_change_is_noticed_in_later_calls(how: str, changes_between: bool) -> None:
+    network = nn.Sequential(Holder(), nn.Sequential(nn.ReLU()))
+    change, kinds = CHANGES[how]
+    watch = StoredWatch(network)
+    watch.begin()
+    for step in range(3):
+        if changes_between:
+            network[0].number = 10.0 + step
+        state = watch.begin()
+        assert watch.state is state
+        assert not watch.take()
+    if changes_between:
+        network[0].number = 20.0
+        assert watch.begin() is state, "only a number has changed"
+    before = network[0].number
+    with torch.no_grad():
+        change(network[0])
+    assert watch.state is not state
+    assert (watch.new_modules() is not None) == (how in ("module", "parameter"))
+    assert [key.kind for key in watch.take()] == kinds
+    assert network[0].number == before
+    assert (network[0].items, list(network[0].table), float(network[0].kept)) == ([2.0], ["a"], 0)
+    assert not watch.take()
+
+
 def test_variables_of_enclosing_functions_are_taken_away_and_stored_again() -> None:
     kind, read = enclosed()
     network = kind()

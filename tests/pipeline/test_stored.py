@@ -15,7 +15,7 @@ from cnnstrategies.pipeline.mixing import join
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed import GlooLink, Places, RefusedError
 
 STEPS, SAMPLES = 3, 10
 F64 = torch.float64
@@ -269,6 +269,40 @@ def train(module: Module, network: Any) -> list[float]:
     return losses
 
 
+class Unseen(Layer):
+    """A layer that begins to change a buffer, by an operation whose name does not show it."""
+
+    begins = False
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__(inputs)
+        self.register_buffer("kept", torch.zeros(2, 4, 4, 4, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.begins:
+            torch.mul(x.detach(), 2, out=self.kept)
+        return x
+
+
+def check_unseen(places: Places, transport: Transport) -> None:
+    """Check that a value is noticed that a forward stores although it never has, and its code does not show it."""
+    network = nn.Sequential(Layer(3), Unseen(4)).double()
+    divided = PlacedNetwork(network, ["0"], places, transport, AHEAD)
+    with places:
+        for network[1].begins in (False, False, True):
+            images = torch.ones(6, 3, 4, 4, dtype=F64)
+            if network[1].begins and transport.place.stage:
+                with pytest.raises(RefusedError, match=r"1\.kept, which the code .* does not show"):
+                    divided(images)
+            else:
+                output = divided(images)
+            if not network[1].begins:
+                output.mean().backward()
+    assert divided.runner.terms is not None
+    assert divided.runner.terms.without_terms
+
+
 def train_stage(replicas: tuple[int, ...], ways: Sequence[tuple[str, Any]]) -> list[Any]:
     """Train cases on a rank of a pipeline. Each way is a case, and which forwards run again for the backward."""
     size = dist.get_world_size()
@@ -284,6 +318,8 @@ def train_stage(replicas: tuple[int, ...], ways: Sequence[tuple[str, Any]]) -> l
             losses = train(module, network)
             state = {name: places.everywhere(tensor.detach()) for name, tensor in module.net.state_dict().items()}
         results.append((losses, state, network.one_microbatch))
+    if replicas == (1, 1):
+        check_unseen(places, transport)
     places.messages.close()
     return results
 

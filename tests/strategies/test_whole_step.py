@@ -114,7 +114,7 @@ def test_a_call_with_other_values_runs_the_networks_own_code_and_warns_once() ->
             return f"{len(images)} samples in stages"
 
     network, x = Scaled(), torch.ones(2, 3)
-    forward = DividedForward(Placed(division=SimpleNamespace(network=network), copies=[]))
+    forward = DividedForward(Placed(division=SimpleNamespace(network=network, parameters=list), copies=[]))
     assert network(x) == network(x, scale=1.0) == "2 samples in stages"
     with pytest.warns(UserWarning, match="Scaled is called with other values than tensors .* without microbatches"):
         assert torch.equal(network(x, scale=2.0), 2 * x)

@@ -10,7 +10,6 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
-from cnnstrategies._torch_private import with_functions
 from cnnstrategies.codec import DTYPES
 from cnnstrategies.data.division import samplers_of
 from cnnstrategies.data.sampling import batches_of
@@ -257,7 +256,7 @@ class PlacedBatches(Iterator[Any]):
         if not self._is_first and self._loader.has_own_order:
             # Otherwise all replicas would draw the same random augmentation for the samples that they load at a time.
             seed_all(mixed_seed(int(torch.randint(2**62, ())), self._places.rank))
-        with with_functions():
+        with self._places.functions_of_others():
             result = load()
         if self._is_first:
             return result, changed_states(before, random_states())

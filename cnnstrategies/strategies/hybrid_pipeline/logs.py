@@ -74,7 +74,7 @@ class PlacedLogs:
         values = last_value_of(value) if isinstance(value, Metric) else value
         leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         if all(self._places.place_of(leaf) is None for leaf in leaves):
-            self._module_log(name, value, *args, **kwargs)
+            self._log_now(name, value, values, args, kwargs)
         elif self._pending is None:
             detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
             tensors = [leaf for leaf in tree_leaves(detached) if isinstance(leaf, Tensor)]
@@ -82,14 +82,17 @@ class PlacedLogs:
             self._log_now(name, value, _replaced(detached, copies), args, kwargs)
         else:
             # The step may change the tensor later.
-            kept = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values)
+            kept = tree_map(lambda leaf: self._places.copy_of(leaf) if isinstance(leaf, Tensor) else leaf, values)
             self._pending.append((name, value, kept, args, kwargs))
 
     def _log_now(self, name: str, value: Any, copies: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Log a value of which all ranks have copies."""
         if isinstance(value, Metric):
             set_last_value(value, copies)
-        self._module_log(name, value if isinstance(value, Metric) else copies, *args, **kwargs)
+            self._module_log(name, value, *args, **kwargs)
+            return
+        with self._places.local():  # All ranks have the operands of Lightning's operations, so no rules are needed.
+            self._module_log(name, copies, *args, **kwargs)
 
     def _share_results(self, metric: Metric) -> None:
         """From now on, give all ranks what a metric computes."""

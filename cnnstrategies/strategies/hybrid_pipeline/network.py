@@ -78,6 +78,7 @@ class DividedForward:
         self.placed = placed
         self.network = placed.division.network
         self._has_warned = False
+        self._parameters: object = None  # Result of `Division.parameters` in the last call that was divided.
         self._inputs = network_inputs(self.network)
         self._network_forward = self.network.forward
         self._signature = inspect.signature(self._network_forward)
@@ -86,7 +87,7 @@ class DividedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's result for a batch. All ranks must call this."""
         images = self._images(args, kwargs)
-        if images is not None and not _has_replaced_parameters(self.network):
+        if images is not None and not self._has_replaced_parameters():
             return self.placed(images)
         if not self._has_warned:
             self._has_warned = True
@@ -130,15 +131,19 @@ class DividedForward:
             return None
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
 
+    def _has_replaced_parameters(self) -> bool:
+        """Whether other tensors are in the places of parameters, as during `torch.func.functional_call`."""
+        parameters = self.placed.division.parameters()
+        if parameters is self._parameters:
+            return False
+        has_replaced = not all(isinstance(parameter, nn.Parameter) for parameter in self.network.parameters())
+        self._parameters = None if has_replaced else parameters
+        return has_replaced
+
 
 def only(value: Any) -> Any:
     """Return an argument; of a variable number of arguments, the only one."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
-
-
-def _has_replaced_parameters(network: nn.Module) -> bool:
-    """Whether other tensors are in the places of parameters, as during `torch.func.functional_call`."""
-    return not all(isinstance(parameter, nn.Parameter) for parameter in network.parameters())
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cnnstrategies._torch_private import parameters_in
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
@@ -41,18 +42,22 @@ class UserSteps:
         self._connections = connections
         self._has_trained = False  # Whether a training step has run.
 
-    def run(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
+    def run(
+        self, name: str, context: AbstractContextManager[Any], is_last: bool, args: Sequence[Any], kwargs: Any
+    ) -> Any:
         """Run a step of the module.
 
         Args:
             name: Name of the step's method.
             context: The precision's context for the step.
+            is_last: As in :meth:`backward`.
             args: Positional arguments of the step.
             kwargs: Keyword arguments of the step.
         """
         if name != "training_step":
             return self._run(name, context, nullcontext(), args, kwargs)
         is_first, self._has_trained = not self._has_trained, True
+        self._placed.window_ends, self._placed.calls = is_last and self._module.automatic_optimization, 0
         runner, declared = self._placed.runner, self._placed.declared
         if is_first:
             runner.usual = _usual_samples(self._module.trainer, runner.placement)
@@ -100,7 +105,7 @@ class UserSteps:
         loss = precision.pre_backward(loss, self._module)
         with self._connections.one_process():
             precision.backward(loss, self._module, optimizer, *args, **kwargs)
-        self._connections.places.settle_gradients(self._module.parameters())
+        self._connections.places.settle_gradients(parameters_in(self._module))
         if is_last:
             self._values.finish_gradients()
         return precision.post_backward(loss, self._module)

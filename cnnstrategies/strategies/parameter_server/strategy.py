@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
-from cnnstrategies.data.division import describe_loader, same_loaders
+from cnnstrategies.data.division import Row, is_divided
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
@@ -39,7 +39,12 @@ from cnnstrategies.strategies.parameter_server.checks import (
 )
 from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler, enabled_scaler
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
-from cnnstrategies.strategies.parameter_server.observer_hooks import HookContexts, gradient_observers, weight_observers
+from cnnstrategies.strategies.parameter_server.observer_hooks import (
+    HookContexts,
+    gradient_observers,
+    later_readers,
+    weight_observers,
+)
 from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
     ParameterServerOptions,
@@ -283,9 +288,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.alone or self.world_size == 1 or self.options.data_dispatch == "dynamic":
             return False
         if self._examined is None or self._examined[0] is not loader:
-            rows = list(self.gather(describe_loader(loader), "data of a loader").values())
-            self._examined = loader, not all(same_loaders(rows[0], row) for row in rows)
+            self._examined = loader, is_divided(loader, self.world_size, self._rows_of_loaders)
         return self._examined[1]
+
+    def _rows_of_loaders(self, row: Row) -> list[Row]:
+        return list(self.gather(row, "data of a loader").values())
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -612,6 +619,13 @@ class ParameterServerStrategy(CoordinatedStrategy):
         sees = gradient_observers(self.module, self.callbacks)
         accumulated = self.trainer.accumulate_grad_batches
         lines = self.options.differences(self.module, self.world_size, batch_size, accumulated, sees)
+        later = (
+            later_readers(self.module, self.callbacks) if self.world_size > 1 and self.options.mode != "local" else []
+        )
+        if later:
+            lines.append(
+                f"{', '.join(later)} reads the gradients of one worker's images, not the mean over the workers"
+            )
         separate = self.world_size > 1 and (self.options.mode == "local" or not self.options.aggregates)
         if separate and enabled_scaler(self.precision_plugin) is not None:
             lines.append("each worker has its own loss scale, and skips steps on its own")
