@@ -133,7 +133,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor's elements in pieces, because copies of a whole batch's outputs may not fit into memory."""
     rows = torch.chunk(tensor, -(-tensor.numel() // PIECE)) if tensor.ndim else [tensor]
     for some in rows:
-        yield from some.reshape(-1).split(PIECE)
+        yield from torch.split(some.reshape(-1), PIECE)
 
 
 def is_same(value: Any, other: Any) -> bool:
