@@ -36,30 +36,32 @@ def convolution_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -
     plan = _Kernel(parts, arguments, source)
     wants_input, wants_weight, wants_bias = arguments["output_mask"]
     grad, rows = parts.part(arguments["grad_output"], plan.outputs), parts.part(source, plan.inputs)
-    bias_grad = None
-    if wants_bias:
-        bias_grad = parts.reduce(grad.sum([dimension for dimension in range(grad.dim()) if dimension != 1]))
+    weight, bias_grad = arguments["weight"], None
     is_transposed, axis = arguments["transposed"], plan.axis
     if is_transposed:
+        # Windows of several ranks contain the same rows of the output.
+        bias_grad = grad.sum([dimension for dimension in range(grad.dim()) if dimension != 1])
         grad = parts.fetch(grad, axis, plan.bounds_out, plan.windows)
     elif not plan.is_local:
         # Only the gradient of the weight depends on the values.
         rows = parts.fetch(rows, axis, plan.held, plan.windows) if wants_weight else plan.window_like(rows)
-    local: dict[str, Any] = {"grad_output": grad, "input": rows, "bias_sizes": None}
+    mask = [wants_input, wants_weight, wants_bias and not is_transposed]
+    local: dict[str, Any] = {"grad_output": grad, "input": rows, "output_mask": mask}
     if not plan.is_local:
         local |= {"padding": plan.padding, "output_padding": plan.output_padding}
     if rows.shape[axis] and grad.shape[axis]:
-        grads = func(**(arguments | local | {"output_mask": [wants_input, wants_weight, False]}))
+        input_grad, weight_grad, own_bias_grad = func(**(arguments | local))
+        bias_grad = own_bias_grad if bias_grad is None else bias_grad
     else:
-        weight = arguments["weight"]
-        grads = (rows.new_zeros(rows.shape), weight.new_zeros(weight.shape), None)
-    input_grad = grads[0]
+        input_grad, weight_grad = rows.new_zeros(rows.shape), weight.new_zeros(weight.shape)
+        bias_grad = grad.new_zeros(grad.shape[1]) if bias_grad is None else bias_grad
     if wants_input and not is_transposed and not plan.is_local:
         input_grad = parts.give_back(input_grad, axis, plan.held, plan.windows)
+    sums = iter(parts.sums([*(weight_grad,) * wants_weight, *(bias_grad,) * wants_bias]))
     return (
         RowsTensor.create(parts, input_grad, plan.inputs) if wants_input else None,
-        parts.reduce(grads[1]) if wants_weight else None,
-        bias_grad,
+        next(sums) if wants_weight else None,
+        next(sums) if wants_bias else None,
     )
 
 

@@ -72,12 +72,13 @@ def batch_norm_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) ->
     if mask[0]:
         scale = inverse if weight is None else inverse * weight
         shape = [-1 if dimension == 1 else 1 for dimension in range(rows.dim())]
-        input_grad = grad * scale.view(shape)
         if is_training:
             count = source.numel() // source.shape[1]
             slope = -scale * inverse * products / count
             shift = -(slope * mean + scale * sums / count)
-            input_grad = torch.addcmul(input_grad, rows, slope.view(shape)).add_(shift.view(shape))
+            input_grad = torch.addcmul(shift.view(shape), rows, slope.view(shape)).addcmul_(grad, scale.view(shape))
+        else:
+            input_grad = grad * scale.view(shape)
         input_grad = RowsTensor.create(parts, input_grad.to(rows.dtype), layout)
     return input_grad, products if mask[1] else None, sums if mask[2] else None
 
@@ -92,10 +93,15 @@ def statistics(parts: "Parts", rows: Tensor, dimensions: list[int], keepdim: boo
         keepdim: Whether the results keep these dimensions.
     """
     values = rows.to(STATISTICS.get(rows.dtype, rows.dtype))
-    variance, mean = torch.var_mean(values, dimensions, correction=0, keepdim=keepdim)
-    count = torch.full_like(mean, rows.numel() / max(mean.numel(), 1))
     if not rows.numel():
-        variance, mean = torch.zeros_like(variance), torch.zeros_like(mean)
+        mean = values.sum(dimensions, keepdim=keepdim)
+        variance = torch.zeros_like(mean)
+    elif not keepdim and dimensions == [dimension for dimension in range(rows.dim()) if dimension != 1]:
+        # This operation of batch norm is several times as fast as `var_mean`.
+        mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
+    else:
+        variance, mean = torch.var_mean(values, dimensions, correction=0, keepdim=keepdim)
+    count = torch.full_like(mean, rows.numel() / max(mean.numel(), 1))
     all_ranks = mean.new_zeros((parts.count, 3, *mean.shape))
     all_ranks[parts.rank] = torch.stack([count, mean, variance])
     counts, means, variances = parts.reduce(all_ranks).unbind(1)

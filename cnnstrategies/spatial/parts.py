@@ -256,6 +256,14 @@ class Parts:
         """Return the sum, maximum or minimum of a tensor over the ranks."""
         return self._link.reduce(tensor, operation) if self.count > 1 else tensor
 
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums of tensors of one dtype over the ranks, in one message."""
+        if self.count == 1 or len(tensors) < 2:
+            return [self.reduce(tensor) for tensor in tensors]
+        total = self.reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        pieces = torch.split(total, [tensor.numel() for tensor in tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
     def _gathered(self, rows: Tensor, layout: Layout) -> Tensor:
         axis, size = layout.axis, layout.size
         if layout.outer > 1:
