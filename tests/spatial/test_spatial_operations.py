@@ -18,7 +18,8 @@ REPETITIONS, MANY_REPETITIONS = 2, 40
 
 
 def images(draw: Draw, dimensions: int = 2, smallest: int = 1, channels: int = 4) -> Tensor:
-    sizes = [draw.randint(smallest, 12), *(draw.randint(max(smallest, 2), 6) for _ in range(dimensions - 1))]
+    others = range(max(smallest, 2), max(smallest, 6) + 1)
+    sizes = [draw.randint(smallest, 12), *(draw.choice(others) for _ in range(dimensions - 1))]
     return torch.randn(draw.randint(1, 2), channels, *sizes, dtype=torch.float64)
 
 
@@ -161,7 +162,7 @@ CASES: dict[str, Callable[[Draw], Any]] = {
     "with a map": unary(lambda x: x * torch.linspace(0, 1, x[0, 0].numel()).double().view(x.shape[2:])),
     "with a mean": unary(lambda x: x - x.mean((2, 3), keepdim=True)),
     "reductions": unary(lambda x: [x.sum(), x.mean(), x.sum(1), x.mean((0, 2)), x.sum(-1, keepdim=True), x.mean(2)]),
-    "extremes": unary(lambda x: [x.amax(1), x.amin(3, keepdim=True)]),
+    "extremes": unary(lambda x: [x.amax(1), x.amin(3, keepdim=True)], smallest=2),
     "extremes of rows": unary(lambda x: [x.amax((2, 3)), x.amin(2)], smallest=5),
     "variances": unary(
         lambda x: [x.var(), x.std((2, 3)), *torch.var_mean(x, (1, 2), correction=0), x.var(1)], smallest=2
@@ -242,7 +243,9 @@ def check_rule(name: str, repetition: int) -> None:
     draw = random.Random(f"{name} {repetition}")
     torch.manual_seed(repetition)
     function, inputs = CASES[name](draw)
-    axes = [None if index and tensor.shape[2:] != inputs[0].shape[2:] else 2 for index, tensor in enumerate(inputs)]
+    shape = inputs[0].shape
+    # Weights are plain. A kernel may be as large as the images, but has another number in the first dimension.
+    axes = [2 if (len(tensor), *tensor.shape[2:]) == (len(inputs[0]), *shape[2:]) else None for tensor in inputs]
     if len(inputs) == 2 and inputs[1].dim() == inputs[0].dim() - 1:
         axes = [2, 1]
     gathered = check(function, inputs, axes, draw.randint(1, 5))
