@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from cnnstrategies._torch_private import hook_tables
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.noted_contents import NotedContents
@@ -86,6 +87,7 @@ class StoredWatch:
         self._changing: set[tuple[Any, ...]] = set()  # Paths of tensors that forwards have changed in place.
         self.before: dict[StoredKey, Any] = {}
         self.modules: list[nn.Module] = []
+        self._hook_tables: list[dict[int, Any]] = []
 
     def begin(self) -> "WatchState":
         """Note the current state, and return :attr:`state`. Later calls of :meth:`take` return to this state."""
@@ -98,6 +100,7 @@ class StoredWatch:
             return self._state
         if not self._records or any(r.has_other_modules() or r.has_other_parameters() for r in self._records):
             self.modules = list(self._network.modules())
+            self._hook_tables = [table for module in self.modules for table in hook_tables(module)]
             tree = {id(module) for module in self._owner.modules()}
             divided = set(map(id, self.modules))
             searched: set[type] = set()
@@ -193,7 +196,7 @@ class StoredWatch:
         watched: list[Container | WatchedVariables | WatchedTensor] = []
         for record in self._records:
             watched += [*record.containers, *record.tensors]
-        return NotedState(watched, self.modules, self._changing)
+        return NotedState(watched, self._hook_tables, self._changing)
 
     def outside_network(self) -> list[nn.Module]:
         """Return the owner's modules that are not in the network."""
