@@ -75,6 +75,7 @@ LINEAR = frozenset(
     )
     for version in range(3)
 )
+SUMS = ("SumBackward0", "NansumBackward0")  # Names of the autograd nodes of `sum` and of the sum in `nanmean`.
 SELECTIONS = ("IndexBackward0", "MaskedSelectBackward0")  # Names of the autograd nodes of `values[mask]`.
 # Names of the autograd nodes of losses that are means over the elements of their first argument.
 ELEMENT_LOSSES = (
@@ -100,7 +101,7 @@ def divisor(node: Any) -> Tensor | int | None:
     if name == "DivBackward0":
         others = [following for following, _ in node.next_functions[1:]]
         number: Tensor = node._saved_other
-        is_quotient = first.name() == "SumBackward0" and not any(others) and number.numel() == 1
+        is_quotient = first.name() in SUMS and not any(others) and number.numel() == 1
         return number if is_quotient else None
     if first.name() not in SELECTIONS:
         return None

@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -57,8 +58,9 @@ class DividedBatches(DistributedSampler[Any]):
         """Yield this rank's batches of the epoch that was set last."""
         with isolate_rng(include_cuda=False):
             seed_all(mixed_seed(self.seed, self.epoch))
-            # Drawing a batch of a finite sampler may use random numbers, so all batches are drawn at once.
-            drawn = iter(self.batches if self.count is None else list(self.batches))
+            # Drawing a batch of a finite sampler may use random numbers, so all batches are drawn at once. On one
+            # device Lightning loads no more batches than the sampler's length, even if the sampler yields more.
+            drawn = iter(self.batches if self.count is None else list(islice(self.batches, self.count)))
         first: list[Any] = []
         number = 0
         for number, batch in enumerate(drawn, 1):

@@ -17,6 +17,7 @@ from torch import nn
 from cnnstrategies import ImageClassifier
 from cnnstrategies.cli import main
 from cnnstrategies.commands.run.lightning_cli import CLI, leaves_out_classes
+from cnnstrategies.strategies.unfreezing import WrapsAgain
 
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 
@@ -176,6 +177,19 @@ def test_images_are_preprocessed_as_a_pretrained_network_needs_them(monkeypatch,
     (data,) = seen
     assert data.image_shape == (3, size, size)
     assert data.preprocessing.mean[0] == mean
+
+
+def test_lightnings_own_ddp_averages_exactly_and_follows_unfreezing(monkeypatch):
+    seen = []
+    monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: seen.append(self.trainer.strategy))
+    options = ["--trainer.strategy=ddp_fork", "--trainer.devices=2", "--trainer.logger=false"]
+    monkeypatch.setattr(
+        sys, "argv", ["cnnstrategies", "fit", "--config", str(ROOT / "configs/quickstart.yaml"), *options]
+    )
+    main()
+    (strategy,) = seen
+    assert isinstance(strategy, WrapsAgain)
+    assert strategy.reduce(torch.tensor(3)).is_floating_point()
 
 
 def test_a_callback_of_the_user_replaces_the_default(run_cli, quick):

@@ -17,12 +17,13 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.runtime.memory_records import MemoryRecord, last_record, record_predictions
-from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_of_memory, line_of
+from cnnstrategies.runtime.memory_records import MemoryRecord, killed_sibling, last_record, record_predictions
+from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_of_memory, line_of, plan_that_fits
 from cnnstrategies.runtime.processes import ended_by, one_refusal
 from cnnstrategies.strategies.failing import FailTogether, last_line
 from cnnstrategies.strategies.protocol import StrategyFacts
 
+GIB = 2**30
 RECORD = OutOfMemory("rank 1", "host-b", 7, "3,200 MB", "2.9 GiB: activations 2.0 GiB", "use a smaller batch")
 LINE = (
     "rank 1 on host-b has run out of memory in step 7: it had held 3,200 MB (predicted: 2.9 GiB: activations 2.0 GiB)"
@@ -61,9 +62,9 @@ def test_a_killed_process_leaves_its_newest_record_until_the_run_has_ended(monke
     left = tmp_path / f"cnnstrategies_{ended_process()}_ab_1"
     left.touch()  # A record of a run that was killed.
 
-    def killed(rank: int = -1) -> int:
+    def killed(rank: int = -1, available: int = 0) -> int:
         def run() -> None:
-            record = MemoryRecord("use a smaller batch", rank)
+            record = MemoryRecord("use a smaller batch", rank, available)
             for step in range(20 if rank < 0 else 3):
                 record.write(step)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -84,7 +85,15 @@ def test_a_killed_process_leaves_its_newest_record_until_the_run_has_ended(monke
         assert "predicted" not in last_record(rank), "the prediction of another rank"
         record_predictions(["1 MiB", "2 MiB: images 2 MiB"])
         assert "main memory (predicted: 2 MiB: images 2 MiB); if" in last_record(rank)
+        whole, half = 8 * GIB, 3 * GIB
+        record_predictions(["1 MiB"] * 2, [("", [whole, whole]), ("half of it", [half, half])])
+        plan = r"a plan that fits by prediction: half of it \(3,221 MB beside the parameters\)"
+        assert re.search(rf"if memory has run out, {plan}$", last_record(killed(1, held_bytes() + 4 * GIB)))
+        assert last_record(killed(1, held_bytes() + 2 * GIB)).endswith("use a smaller batch")
         assert re.match(rf"in step 19 {end}$", last_record(server)), "the prediction of a rank"
+        rank_found, text = run_apart(killed_sibling)
+        assert rank_found == 1, "what a rank of the same launcher reads"
+        assert text.startswith("in step 2 it had held ")
         assert last_record(1) == ""
         assert ended_by(1, -signal.SIGTERM, rank) == "rank 1 was ended by SIGTERM"
         next(tmp_path.glob(f"*_{rank}")).write_bytes(b"damaged")
@@ -93,6 +102,16 @@ def test_a_killed_process_leaves_its_newest_record_until_the_run_has_ended(monke
     assert last_record(server) == ""
     MemoryRecord("").write(1)  # Outside of a run there is no record.
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.light
+def test_the_first_plan_that_fits_is_named() -> None:
+    plans = [("", [100, 80]), ("little", [95, 80]), ("moved", [50, 99]), ("half", [50, 40]), ("quarter", [25, 20])]
+    assert plan_that_fits(plans, 0, 1000).startswith("a plan that fits by prediction: half ("), "100 did not fit"
+    assert plan_that_fits(plans, 0, 100 * 11 // 10).startswith("a plan that fits by prediction: half (")
+    assert plan_that_fits(plans, 0, 54).startswith("a plan that fits by prediction: quarter (")
+    assert plan_that_fits(plans, 1, 1000).startswith("a plan that fits by prediction: half (")
+    assert plan_that_fits(plans, 0, 20) == plan_that_fits([], 0, 20) == ""
 
 
 def ended_process() -> int:

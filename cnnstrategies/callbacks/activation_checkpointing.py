@@ -85,14 +85,14 @@ class ActivationCheckpointing(Callback):
         example = partial(self._example, pl_module, path, network)
         try:
             with trainer.precision_plugin.forward_context():
-                division = self._divided(network, example)
+                division, traced = self._divided(network, example)
                 images = example(REHEARSED)
                 reason = None if images is None else rehearse(division, pl_module, rehearsed(images))
         except ConfigurationError as error:
             raise ConfigurationError(f"{type(self).__name__}: {error}") from error
         if reason is not None:
             raise refusal(network, reason)
-        self._forward = RecomputedForward(network, lambda: division, pl_module)
+        self._forward = RecomputedForward(network, lambda: division, pl_module, traced=traced)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,12 +138,12 @@ class ActivationCheckpointing(Callback):
         images = example_inputs(module, path, size)
         return None if images is None else on_device_of(network, images)
 
-    def _divided(self, network: nn.Module, example: Any) -> Division:
-        """Return the division of the network into segments."""
+    def _divided(self, network: nn.Module, example: Any) -> tuple[Division, fx.GraphModule]:
+        """Return the division of the network into segments, and the network's graph."""
         decide_by_shapes(network, example)
         cuts: Sequence[str | int] | None = self.cuts
+        traced = trace_open(network, True)
         if cuts is None:
-            traced = trace_open(network, True)
             if not cut_positions(traced):
                 raise ConfigurationError(
                     f"{type(network).__name__} cannot be cut anywhere: name another part of the module with submodule"
@@ -155,7 +155,7 @@ class ActivationCheckpointing(Callback):
                 )
             self._costs = _costs(traced, images)
             cuts = choose_segments(self._costs).cuts
-        return Division(network, cuts)
+        return Division(network, cuts, traced), traced
 
 
 def _costs(traced: fx.GraphModule, images: Any) -> GraphCosts:

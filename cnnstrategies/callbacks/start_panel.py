@@ -19,7 +19,7 @@ from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.models.samples import samples_of
 from cnnstrategies.runtime.memory_records import record_predictions
-from cnnstrategies.strategies.predicted_memory import predicted_peaks
+from cnnstrategies.strategies.predicted_memory import predicted_memory
 from cnnstrategies.strategies.protocol import facts_of
 
 if TYPE_CHECKING:
@@ -94,12 +94,13 @@ class StartPanel(Callback):
 
     def _memory(self, trainer: Trainer, size: int | None) -> list[Row]:
         """Return the panel's row with the predicted peak memory, if it is known."""
-        peaks = predicted_peaks(trainer, size)
+        predicted = predicted_memory(trainer, size)
+        peaks = predicted.peaks
         if not peaks:
             return []
         self._predicted = peaks[0].total
         if trainer.strategy.root_device.type == "cpu":
-            record_predictions([str(peak) for peak in peaks])
+            record_predictions([str(peak) for peak in peaks], predicted.plans)
         return [memory_row(peaks)]
 
     def _rows(self, trainer: Trainer, module: LightningModule, loader: Any) -> list[Row]:

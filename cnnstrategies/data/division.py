@@ -6,7 +6,7 @@ describe what one process loads by numbers. The processes exchange these numbers
 
 import copy
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -82,6 +82,23 @@ def same_loaders(first: Sequence[float], second: Sequence[float]) -> bool:
     """Whether two results of :func:`describe_loader` describe the same data. Unknown checksums are not compared."""
     pairs = zip(first[1:], second[1:], strict=True)
     return first[0] == second[0] and all(left == right for left, right in pairs if left and right)
+
+
+def is_divided(loader: Any, processes: int, gather: Callable[[Row], Sequence[Row]]) -> bool:
+    """Whether the user's code has divided a loader's data among all processes. All processes must call this.
+
+    Args:
+        loader: This process's loader.
+        processes: Number of processes.
+        gather: Function that sends a row of numbers to all processes, and returns the rows of all processes.
+    """
+    declared = divided_among(loader)
+    if declared is not None:
+        return declared[1] == processes > 1
+    if not has_map(loader):
+        return False
+    rows = gather(describe_loader(loader))
+    return not all(same_loaders(rows[0], row) for row in rows)
 
 
 def _drawn_items(loader: DataLoader[Any]) -> Any:

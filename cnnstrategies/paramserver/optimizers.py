@@ -71,8 +71,9 @@ class FusedOptimizer:
         accepted = inspect.signature(optimizer_class).parameters
         parameters, options = groups[0]
         arguments = {name: restored_option(value) for name, value in options.items() if name in accepted}
+        self._is_elementwise = is_elementwise(optimizer_class)
         self._is_fused = (
-            is_elementwise(optimizer_class)
+            self._is_elementwise
             and "fused" in accepted
             and options.get("fused") is None
             and options.get("foreach") is None
@@ -119,7 +120,8 @@ class FusedOptimizer:
 
     def _step(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         for parameter, gradient in gradients:
-            parameter.grad = gradient
+            # The server uses the gradient's memory again. An optimizer of an unknown class may keep or change it.
+            parameter.grad = gradient if self._is_elementwise else gradient.clone()
         self.optimizer.step()
         for parameter, _ in gradients:
             parameter.grad = None

@@ -23,8 +23,8 @@ Files for the user's own program:
   the network before training).
 - Calls: `placed_network` (all calls), `placed_call` (one call as an autograd function), `whole_batch` (all forwards,
   then all backwards), `interleaved_batch` (1F1B), `stage_runner` and `replicas` (this rank's part), `batch_rows`,
-  `part_gradients`, `second_forward`, `recomputed_forward` and `repeated_forward` (recomputation with stages and
-  without them, and its checks),
+  `part_gradients`, `call_sums` and `early_sums` (sums over the replicas), `second_forward`, `recomputed_forward` and
+  `repeated_forward` (recomputation with stages and without them, and its checks),
   `double_backward`, `random_draws` and `backward_draws`, `ready_order` (of gradient hooks), `known_forms` (what ranks
   remember of calls), `task_times`, `disk_memory`.
 - Values that forwards store: `stored_terms` (all calls), `stored_watch`, `watched`, `noted_contents`,

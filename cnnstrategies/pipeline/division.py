@@ -72,6 +72,7 @@ class Division:
         network: The network. It must have its parameters, but it may be on the meta device.
         cuts: For each cut, the name of the module after which the network is cut, or the index of the first node after
             the cut; see :func:`~cnnstrategies.pipeline.stage.divide`.
+        traced: The network's graph for training, see :func:`.tracing.trace_open`; None to trace the network.
 
     Attributes:
         network: The network.
@@ -87,10 +88,10 @@ class Division:
         ConfigurationError: The network cannot be traced, or a cut is not possible.
     """
 
-    def __init__(self, network: nn.Module, cuts: Sequence[str | int]) -> None:
+    def __init__(self, network: nn.Module, cuts: Sequence[str | int], traced: fx.GraphModule | None = None) -> None:
         self.network = network
         self.stages = len(cuts) + 1
-        full = trace_open(network, True)
+        full = traced or trace_open(network, True)
         self.cuts = positions = tuple(check_cuts(full, cuts))
         stage_of = {node: sum(cut <= index for cut in positions) for index, node in enumerate(ordered_nodes(full))}
         self._modules = dict(network.named_modules())

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.stored_watch import StoredWatch
 
 SHAPE_METHODS = ("size", "dim", "numel", "is_contiguous")
 SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
@@ -146,6 +147,8 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
     graph.output(copies[undecided.node])
     run = graph_module(network, graph, undecided.constants)
     results = []
+    watch = StoredWatch(network)
+    watch.begin()
     for samples in (SAMPLES, SAMPLES - 1, MANY_SAMPLES):
         part = tree_map(lambda tensor, samples=samples: _with_samples(tensor, samples), images)
         try:
@@ -157,6 +160,7 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
                 continue
             with preserved(network), torch.no_grad():
                 results.append(run(part))
+    watch.take()  # The layers' forwards may have counted and stored.
     if any(result != results[0] for result in results):
         raise ConfigurationError(
             f"{type(network).__name__}.forward branches on the number of images ({undecided.node.name}), which differs "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cnnstrategies._torch_private import writes
-from cnnstrategies.pipeline.part_gradients import multiply_gradients
+from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Task
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 
@@ -34,14 +34,21 @@ class InterleavedBatch(WholeBatch):
         samples: See `StageRunner.begin`.
         form: See `StageRunner.begin`. A batch of this form must have run before.
         gradients: See `GradientsOfResults`.
+        early: See `WholeBatch.backward`.
     """
 
     interleaves = True
 
     def __init__(
-        self, runner: "StageRunner", images: Any, samples: int, form: Hashable, gradients: GradientsOfResults
+        self,
+        runner: "StageRunner",
+        images: Any,
+        samples: int,
+        form: Hashable,
+        gradients: GradientsOfResults,
+        early: EarlySums | None = None,
     ) -> None:
-        self._gradients = gradients
+        self._gradients_of, self.early = gradients, early
         self._arguments = (images, samples, form, runner.microbatches)
         self._salt, self._drawn = runner.unseen_draws, {*runner.drawn}
         super().__init__(runner, images, samples, True, form, False, runner.microbatches)
@@ -68,29 +75,27 @@ class InterleavedBatch(WholeBatch):
         gradients: Sequence[Tensor | None] = ()
         if self._runner.last and microbatch in self._results:  # If it is missing, the batch runs again as a whole.
             with self._runner.times.timed("forward", microbatch, "loss"):
-                gradients = self._gradients(
+                gradients = self._gradients_of(
                     self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
                 )
             self.started[microbatch] = gradients
             if self.terms is not None:
                 self.terms.undo()
-        runner = self._runner
-        if microbatch == self.microbatches[-1] and runner.placement.end_together(runner.stage, self.sizes, microbatch):
-            runner.buffers.send()
+        if microbatch == self.microbatches[-1] and self._ends_together():
+            self._runner.buffers.send()
         self._backward(microbatch, gradients, keep=False, of_stored=None)
 
-    def multiplied(self, factor: float | Tensor, keep: bool) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Return the gradients times a factor. See `WholeBatch.backward`.
+    def gradients(self, keep: bool) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients of the declared loss. See `WholeBatch.backward`.
 
         Args:
-            factor: The factor. A tensor is on the device of the gradients.
-            keep: Whether another backward of this batch may follow.
+            keep: Whether another backward of this batch may follow. The caller must then not change the gradients.
         """
         self._use_graph(keep)
         sums, of_images = [*self._sums], [*self._of_images]
         if not keep:
             self._sums, self._of_images = [], []
-        return multiply_gradients(sums, factor, keep), multiply_gradients(of_images, factor, keep)
+        return sums, of_images
 
     def run_forwards_again(self, checkpointing: Checkpointing | None = None) -> WholeBatch:
         """Run the forwards again, without the backwards, and return the new call. All ranks must call this.

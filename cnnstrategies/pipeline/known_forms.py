@@ -40,12 +40,14 @@ class BackwardReport(NamedTuple):
         drawn: As in :class:`ForwardReport`.
         stores: Whether hooks have stored values in the rank's backwards.
         drawn_backward: Names of the generators from which the rank's backwards have drawn.
+        adds_to_grad: See `WholeBatch.adds_to_grad`.
     """
 
     used: Sequence[int | str]
     drawn: Sequence[str]
     stores: bool
     drawn_backward: Sequence[str]
+    adds_to_grad: bool
 
 
 class Used(NamedTuple):
@@ -70,12 +72,14 @@ class KnownForm:
         used: What a backward gives a gradient to. The key says, for each output, whether the output had a gradient.
         order: Names of all parameters in the order in which a backward gives them their gradients on one device.
         draws_backward: Whether backwards have drawn random numbers; None before the first one.
+        adds_to_grad: Whether a stage's own code has added to ``grad`` of parameters in backwards.
     """
 
     header: TensorHeader
     drawn: set[str] = field(default_factory=set)
     order: Sequence[str] = ()
     draws_backward: bool | None = None
+    adds_to_grad: bool = False
     used: dict[tuple[bool, ...], Used] = field(default_factory=dict)
 
     def learn_forward(
@@ -102,6 +106,7 @@ class KnownForm:
             rank: This rank.
         """
         self.drawn |= {name for report in reports for name in report.drawn}
+        self.adds_to_grad |= any(report.adds_to_grad for report in reports)
         used = Used(set(reports[rank].used), {key for report in reports for key in report.used})
         self.used[outputs] = used
         return used.of_all

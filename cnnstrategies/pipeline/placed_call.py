@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import has_tensor_hooks, keeps_graph, without_functions
+from cnnstrategies.pipeline.call_sums import CallSums
 from cnnstrategies.pipeline.declared_loss import LossOfCall
 from cnnstrategies.pipeline.double_backward import autocast_states, gradients_with_graph
 from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.known_forms import BackwardReport, ForwardReport, KnownForm
 from cnnstrategies.pipeline.loss_verdict import judge
+from cnnstrategies.pipeline.part_gradients import multiply_gradients
 from cnnstrategies.pipeline.random_draws import advance
 from cnnstrategies.pipeline.ready_order import in_order
 from cnnstrategies.pipeline.stored_terms import CallTerms
@@ -49,12 +51,14 @@ class PlacedCall:
         # Without this condition, a frozen network would hold its activations for a backward that never comes.
         has_inputs = bool(parameters) or any(leaf.requires_grad for leaf in tensors_in(images))
         self.needs_gradient = torch.is_grad_enabled() and has_inputs
+        network.calls += self.needs_gradient
         self.header: TensorHeader | None = None
         self.autocast = autocast_states()
         self._key = form
         self._form: KnownForm | None = None
         self._batch: WholeBatch | None = None
         self._results: tuple[Tensor, ...] = ()
+        self._sums = CallSums(network, parameters)
         # The declared loss for this call; None outside of training steps.
         self._loss: LossOfCall | None = None
         self._has_compared = False  # Whether a backward has compared its gradients with those of the declared loss.
@@ -97,10 +101,10 @@ class PlacedCall:
         form = self.network.forms.get(self._key)
         declared, samples = self.network.declared, len(leaves[0])
         loss = self._loss = declared.begin(samples) if declared is not None and self.needs_gradient else None
-        gradients = None
+        gradients, early = None, None
         if loss is not None and loss.expected is not None and self.network.can_interleave(self._key, samples):
             loss.prepare()
-            gradients = loss.gradients
+            gradients, early = loss.gradients, self._sums.begin(form)
         # All calls in GPipe's order must do with the memory of the order 1F1B.
         checkpointing = self.network.other_checkpointing if self.needs_gradient else None
         with places.local():
@@ -111,7 +115,7 @@ class PlacedCall:
             # A layer may begin to draw later, as a dropout whose probability grows.
             in_order = form is None or self.needs_gradient or bool(form.drawn)
             batch = self.network.begin(
-                images, samples, self.needs_gradient, self._key, in_order, gradients, checkpointing
+                images, samples, self.needs_gradient, self._key, in_order, gradients, checkpointing, early
             )
         self._batch = batch
         names = [name for name in self.parameters if self.network.division.owner[name] == runner.stage]
@@ -173,7 +177,8 @@ class PlacedCall:
         brought = places.bring_all([g for g in gradients[:count] if g is not None], self.last, "gradients of outputs")
         of_outputs = [g if g is None else brought.get(id(g), g) for g in gradients[:count]]
         of_stored = batch.terms.own_gradients(gradients[count:])
-        sums, of_images = self._run_backward(of_outputs, of_stored, any(g is not None for g in gradients[count:]))
+        has_stored = any(g is not None for g in gradients[count:])
+        sums, of_images, factor = self._run_backward(of_outputs, of_stored, has_stored)
         batch = self._batch  # It may be another one, which has run again.
         assert batch is not None
         assert batch.terms is not None
@@ -189,19 +194,19 @@ class PlacedCall:
         targets += [(name, self.network.ranks[owner[name]], parameter) for name, parameter in self.parameters.items()]
         with places.local():
             shared = sorted(key for key in used if isinstance(key, int)) if runner.stage == 0 else []
+            computed |= enumerate(multiply_gradients(of_images, factor, keeps_graph()))
             computed |= zip(shared, batch.image_gradients(computed, shared), strict=True)
-            if runner.replicas.group is not None:
-                for name, parameter in self.parameters.items():
-                    if name in used and owner[name] == runner.stage:
-                        computed[name] = self._deferred_sum(parameter, computed[name])
+            parts = {n: computed.pop(n) for n in self.parameters if n in used and owner[n] == runner.stage}
+            del sums, of_parameters  # Each gradient is freed when it has been multiplied.
+            computed |= self._sums.summed(parts, factor, keeps_graph()).items()
             return [
                 self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets
             ]
 
     def _run_backward(
         self, of_outputs: Sequence[Tensor | None], of_stored: Sequence[Tensor | None], has_stored: bool
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Return the gradients of this rank's parameters and images. All ranks must call this.
+    ) -> tuple[list[Tensor | None], list[Tensor | None], float | Tensor]:
+        """Return the gradients of this rank's parameters and images, and their factor. All ranks must call this.
 
         Args:
             of_outputs: The gradients of the network's result.
@@ -209,7 +214,8 @@ class PlacedCall:
             has_stored: Whether a stored value of any stage has a gradient.
         """
         batch, loss, keep = self._batch, self._loss, keeps_graph()
-        factor: float | Tensor | None = None
+        factor: float | Tensor = 1.0
+        uses_loss = False
         assert batch is not None
         if loss is not None and (self._computes_loss or isinstance(batch, InterleavedBatch)):
             will_interleave = self.network.can_interleave(self._key, sum(batch.sizes))
@@ -221,15 +227,18 @@ class PlacedCall:
                 self._outputs = []
             if isinstance(batch, InterleavedBatch):
                 if verdict.kind in ("factor", "assumed"):
-                    return batch.multiplied(verdict.factor, keep)
+                    return *batch.gradients(keep), verdict.factor
                 with self.places.local():
                     batch = self._batch = batch.run_forwards_again(self.network.other_checkpointing)
             elif verdict.kind == "factor" and will_interleave:
                 # A run that continues from a checkpoint begins in this order, where the uninterrupted run has 1F1B.
-                factor = verdict.factor
+                factor, uses_loss = verdict.factor, True
+        form = self._form
+        assert form is not None
+        early = self._sums.begin(form)
         with self.places.local():
-            assert self._form is not None
-            return batch.backward(of_outputs, keep, of_stored, self._form.draws_backward, factor)
+            results = batch.backward(of_outputs, keep, of_stored, form.draws_backward, uses_loss, early)
+        return *results, factor
 
     @property
     def _computes_loss(self) -> bool:
@@ -304,27 +313,14 @@ class PlacedCall:
                     terms.place_of_backward()
                 self._advance_backward(batch, form, {name for *_, names in changes for name in names})
                 return known.of_all
-        report = BackwardReport(sorted(local_keys, key=str), sorted(drawn), terms.stores_in_backward, drawn_backward)
+        report = BackwardReport(
+            sorted(local_keys, key=str), sorted(drawn), terms.stores_in_backward, drawn_backward, batch.adds_to_grad
+        )
         reports = places.exchange(report, everyone, "used")
         self._advance_backward(batch, form, {name for received in reports for name in received.drawn_backward})
         if any(received.stores for received in reports):
             terms.place_of_backward()
         return form.learn_backward(outputs, reports, places.rank)
-
-    def _deferred_sum(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
-        """Return this replica's part of a parameter's gradient, which is the sum of all replicas' parts.
-
-        Args:
-            parameter: The parameter.
-            gradient: The part; None if this replica's microbatches do not give the parameter a gradient.
-        """
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
-        elif gradient.stride() != parameter.stride():
-            # Autograd would copy the gradient, because it gives gradients the strides of their parameters.
-            gradient = torch.empty_like(parameter).copy_(gradient)
-        runner = self.network.runner
-        return self.places.sums.defer(gradient, self.network.ranks[runner.stage], runner.sum_gradients)
 
     def _at(self, place: tuple[int, ...], gradient: Tensor | None, like: Tensor) -> Tensor:
         """Return a gradient of a place: this rank's gradient, or a foreign tensor."""

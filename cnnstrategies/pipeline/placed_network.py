@@ -11,6 +11,7 @@ from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.buffers import leave_statistics
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
 from cnnstrategies.pipeline.known_forms import KnownForm, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
@@ -57,7 +58,12 @@ class PlacedNetwork:
         copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
         one_microbatch: Why the network runs batches as one microbatch; None if it does not.
         declared: The loss that the module declares, which allows the order 1F1B; None if the order is always GPipe's.
+        window_ends: Whether the optimizer makes a step after the backward of the current training step.
+        calls: Number of calls with gradients in the current training step.
     """
+
+    window_ends = False
+    calls = 0
 
     def __init__(
         self,
@@ -178,6 +184,7 @@ class PlacedNetwork:
         in_order: bool,
         gradients: GradientsOfResults | None = None,
         checkpointing: Checkpointing | None = None,
+        early: EarlySums | None = None,
     ) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
 
@@ -186,11 +193,12 @@ class PlacedNetwork:
         Args:
             gradients: See `StageRunner.begin_interleaved`; None for the order of GPipe.
             checkpointing: See `StageRunner.begin`. Ignored for the order 1F1B.
+            early: See `StageRunner.begin_interleaved`.
         """
         if form not in self._whole:
             try:
                 if gradients is not None:
-                    return self.runner.begin_interleaved(images, samples, form, gradients)
+                    return self.runner.begin_interleaved(images, samples, form, gradients, early)
                 return self.runner.begin(images, samples, needs_gradient, form, in_order, checkpointing=checkpointing)
             except NeedsOneMicrobatchError as error:
                 if error.is_once:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -55,6 +55,7 @@ class RecomputedForward:
         divide: Function that returns the division of the network into segments.
         owner: Module in which forwards may store values, such as the module that contains the network.
         copies: Networks that are copies of the divided network; see :meth:`remove`.
+        traced: The whole network's graph for training, for other code that needs it; None if there is none.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class RecomputedForward:
         divide: Callable[[], Division],
         owner: nn.Module,
         copies: "weakref.WeakSet[nn.Module] | None" = None,
+        traced: fx.GraphModule | None = None,
     ) -> None:
-        self.network = network
+        self.network, self.traced = network, traced
         self._divide, self._owner = divide, owner
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet() if copies is None else copies
         self._copies.add(network)

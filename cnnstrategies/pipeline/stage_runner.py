@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, InterleavedBatch
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
@@ -250,7 +251,12 @@ class StageRunner:
         return batch
 
     def begin_interleaved(
-        self, images: Any, samples: int, form: Hashable, gradients: GradientsOfResults
+        self,
+        images: Any,
+        samples: int,
+        form: Hashable,
+        gradients: GradientsOfResults,
+        early: EarlySums | None = None,
     ) -> InterleavedBatch:
         """Run all forwards and backwards of a batch in the order 1F1B. All ranks must call this.
 
@@ -259,13 +265,14 @@ class StageRunner:
             samples: See :meth:`begin`.
             form: See :meth:`begin`.
             gradients: Function that returns the gradients of a microbatch's results; called in the last stage.
+            early: See `WholeBatch.backward`.
 
         Raises:
             NeedsOneMicrobatchError: See :meth:`begin`.
         """
         self._refresh()
         self.schedule = "1f1b"
-        batch = InterleavedBatch(self, images, samples, form, gradients)
+        batch = InterleavedBatch(self, images, samples, form, gradients, early)
         self.sizes = batch.sizes
         return batch
 

@@ -15,7 +15,8 @@ from cnnstrategies.pipeline.backward_draws import BackwardDraws
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.buffers import calls_several_times
 from cnnstrategies.pipeline.combining import StoredValues
-from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, multiply_gradients, without_gradients
+from cnnstrategies.pipeline.early_sums import EarlySums
+from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, without_gradients
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.ready_order import ready_order
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
@@ -45,12 +46,16 @@ class WholeBatch:
         terms: What the forwards have stored on modules; None if the runner does not watch them.
         started: The gradients of the declared loss from which the backwards of this rank's microbatches start, by
             microbatch. Empty in all stages except the last, and if no loss is declared.
+        early: The sums over the replicas that the last backward has begun; None if there are none.
+        adds_to_grad: Whether the stage's own code has added to ``grad`` of parameters in backwards.
     """
 
     # Whether backwards run between forwards. If not, the receivers of activations do not wait for gradients from here.
     interleaves = False
     # Whether the call counts for running statistics.
     updates_buffers = True
+    early: EarlySums | None = None
+    adds_to_grad = False
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class WholeBatch:
                 self._need_whole(calls_several_times(names))
             if self.updates_buffers:
                 runner.buffers.send()
+            self._finish_early()
             if self.terms is not None:
                 self.terms.finish()
             self._finish_buffers()
@@ -132,7 +138,8 @@ class WholeBatch:
         keep: bool = False,
         of_stored: Sequence[Tensor | None] = (),
         has_drawn: bool | None = None,
-        factor: float | Tensor | None = None,
+        uses_loss: bool = False,
+        early: EarlySums | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run the backwards of this rank's microbatches. All ranks must call this.
 
@@ -144,36 +151,36 @@ class WholeBatch:
             keep: Whether another backward of this batch may follow.
             of_stored: Gradients of what this stage has stored, see `CallTerms.own_gradients`.
             has_drawn: Whether backwards of this form have drawn random numbers; None before the first one.
-            factor: Factor that makes the gradients of the declared loss equal to ``gradients`` up to rounding. The
-                backwards then start from :attr:`started`, and their results are multiplied by the factor, so that the
-                results are those of the order 1F1B in each bit. None if the backwards start from ``gradients``.
+            uses_loss: Whether the backwards start from :attr:`started`, which is equal to ``gradients`` up to a factor
+                and rounding, so that the results are those of the order 1F1B in each bit.
+            early: Sums over the replicas that the last backward begins.
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
             with the rows of one microbatch after the other, see `BatchRows.in_order`. The rows of microbatches that
             other replicas have run are 0. A gradient is None if no microbatch of this rank gives the tensor a gradient.
+            The gradients in ``early`` must be waited for.
 
         Raises:
             RuntimeError: This method was called before without ``keep``.
         """
         self._use_graph(keep)
         self._begin_backward()
+        self.early = early
 
         def run(task: Task) -> None:
             rows_of = self.rows.of_microbatch
             rows = [None if whole is None else rows_of(whole, task.microbatch) for whole in gradients]
-            start = rows if factor is None else self.started.pop(task.microbatch, ())
+            start = self.started.pop(task.microbatch, ()) if uses_loss else rows
             self._backward(task.microbatch, start, keep, of_stored)
 
         watched = nullcontext() if self.terms is None or self._second is not None else self.terms.backward()
         draws = self.backward_draws = BackwardDraws(self._runner.transport, self.rows.is_one_microbatch, has_drawn)
         with self._runner.under(self._placement), watched, self._accumulated():
             self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
+        self._finish_early()
         draws.finish()
-        sums, of_images = self._taken_gradients()
-        if factor is None:
-            return sums, of_images
-        return multiply_gradients(sums, factor, keep=False), multiply_gradients(of_images, factor, keep=False)
+        return self._taken_gradients()
 
     @contextmanager
     def _accumulated(self) -> Iterator[None]:
@@ -183,7 +190,18 @@ class WholeBatch:
         """
         with without_gradients(self.parameters):
             yield
-            add_gradients(self._sums, [parameter.grad for parameter in self.parameters], self._summed)
+            added = [parameter.grad for parameter in self.parameters]
+            self.adds_to_grad = any(gradient is not None for gradient in added)
+            if self.adds_to_grad and self.early is not None:
+                raise RuntimeError(
+                    "the network's own code has called backward() in this backward, but not in the first one. The sums "
+                    "over the stage's replicas have begun without its gradients: call it in each backward"
+                )
+            add_gradients(self._sums, added, self._summed)
+
+    def _finish_early(self) -> None:
+        if self.early is not None:
+            self.early.finish(self.parameters, self._sums)
 
     def _taken_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the gradients, and forget them: autograd copies gradients to which there are other references."""
@@ -258,14 +276,21 @@ class WholeBatch:
             if self.terms is not None and of_stored is not None:
                 stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
                 roots, received = [*roots, *stored], [*received, *starts]
+            begins_sums = microbatch == self.microbatches[-1] and self._ends_together()
             # A second forward returns to the state of the first one, so the watch begins after it.
             is_watched = self.terms is not None and self._second is not None and self.rows.is_one_microbatch
             with (
                 self.terms.backward() if is_watched and self.terms is not None else nullcontext(),
                 nullcontext() if draws is None else draws.microbatch(microbatch),
+                self.early.during(parameters, self._sums) if self.early is not None and begins_sums else nullcontext(),
             ):
                 results = gradients_of(roots, received, [*parameters, *inputs, *images], keep and kept is None)
-        add_gradients(self._sums, results[: len(parameters)], self._summed)
+        of_parameters = results[: len(parameters)]
+        if self.early is not None:
+            for index, parameter in enumerate(parameters):
+                if self.early.has(parameter):
+                    of_parameters[index] = None
+        add_gradients(self._sums, of_parameters, self._summed)
         for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
             tensor.grad = gradient
         for index, gradient in enumerate(results[len(parameters) + len(inputs) :]):
@@ -277,6 +302,10 @@ class WholeBatch:
         runner.channels.send_backward(microbatch, leaves)
         if draws is not None:
             draws.pass_on(microbatch)
+
+    def _ends_together(self) -> bool:
+        """Whether this rank's replicas may begin collectives in their last backwards."""
+        return self._placement.end_together(self._runner.stage, self.sizes, self.microbatches[-1])
 
     def run_again(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[list[Tensor], StoredValues]:
         """Run a microbatch's forward again, as in :class:`SecondForwards`. Nothing is sent.

@@ -26,7 +26,7 @@ class Largest:
     row: Candidate
 
 
-def largest_of(job: Job, families: Collection[str], most: int) -> Largest | None:
+def largest_of(job: Job, families: Collection[str], most: int, more_than: int = 0) -> Largest | None:
     """Return the largest batch that fits with a strategy of ``families``; None if no batch fits.
 
     Gradient accumulation is left out, because with it any batch fits if one sample fits on each device.
@@ -35,6 +35,7 @@ def largest_of(job: Job, families: Collection[str], most: int) -> Largest | None
         job: Network and cluster. The number of samples is ignored.
         families: Names of strategies, such as ``ddp`` or ``hybrid``.
         most: Largest number of samples of a step.
+        more_than: Look only for batches with more samples than this number.
     """
 
     def rows(job_of_size: Job) -> Iterator[Candidate]:
@@ -42,10 +43,10 @@ def largest_of(job: Job, families: Collection[str], most: int) -> Largest | None
         pipelines = hybrids(job_of_size) if "hybrid" in families else ()
         return itertools.chain((row for row in simple if row.family in families), pipelines)
 
-    return _largest(job, most, rows)
+    return _largest(job, most, rows, more_than)
 
 
-def _largest(job: Job, most: int, rows: Callable[[Job], Iterator[Candidate]]) -> Largest | None:
+def _largest(job: Job, most: int, rows: Callable[[Job], Iterator[Candidate]], more_than: int) -> Largest | None:
     """Find the largest batch by doubling and bisection. A larger batch needs more memory on every device."""
 
     def fitting(samples: int) -> Candidate | None:
@@ -58,7 +59,9 @@ def _largest(job: Job, most: int, rows: Callable[[Job], Iterator[Candidate]]) ->
             None,
         )
 
-    best, low, high = None, 0, min(job.cluster.devices, most)
+    if more_than >= most:
+        return None
+    best, low, high = None, more_than, min(max(job.cluster.devices, more_than + 1), most)
     while (row := fitting(high)) is not None:
         best, low = Largest(high, row), high
         if high == most:

@@ -8,15 +8,18 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cnnstrategies.runtime.out_of_memory import held_bytes
+from cnnstrategies.runtime.out_of_memory import Plan, held_bytes, plan_that_fits
+from cnnstrategies.runtime.process_ids import ENDED, state_and_start
 
 # Environment variable: path of a symbolic link that the first failing rank of this machine creates. The names of the
 # records begin with this path.
 REFUSED = "CNNSTRATEGIES_REFUSED"
 _PREDICTED = "predicted"
+_NOTHING: tuple[Sequence[str], Sequence[Plan]] = (), ()
 _NUMBERS = struct.Struct("<qq")  # A record begins with the step and with the bytes held. JSON follows.
 
 
@@ -29,14 +32,18 @@ class MemoryRecord:
     Args:
         remedy: What to do if this process has run out of memory.
         rank: This process's rank; -1 for a server.
+        available: Bytes of main memory that this process may hold, as far as it is known.
 
     Attributes:
         step: Number of steps in the newest record.
+        base: Bytes that this process has held before the first step.
     """
 
-    def __init__(self, remedy: str, rank: int = -1) -> None:
-        self.step = 0
-        self._map = _mapped(str(os.getpid()), json.dumps({"rank": rank, "remedy": remedy}))
+    def __init__(self, remedy: str, rank: int = -1, available: int = 0) -> None:
+        self.step, self.base = 0, held_bytes()
+        # A launcher such as torchrun starts all its ranks of a machine from one process.
+        values = {"rank": rank, "remedy": remedy, "base": self.base, "available": available, "parent": os.getppid()}
+        self._map = _mapped(str(os.getpid()), json.dumps(values))
 
     def write(self, step: int) -> None:
         """Note the number of steps that this process has made, and the largest memory that it has held so far."""
@@ -45,9 +52,21 @@ class MemoryRecord:
             _NUMBERS.pack_into(self._map, 0, step, held_bytes())
 
 
-def record_predictions(peaks: list[str]) -> None:
-    """Note the predicted peaks of the run's ranks, in rank order, as texts."""
-    _mapped(_PREDICTED, json.dumps(peaks))
+def record_predictions(peaks: Sequence[str], plans: Sequence[Plan] = ()) -> None:
+    """Note the predicted peaks of the run's ranks, in rank order, as texts, and plans; see `plan_that_fits`."""
+    _mapped(_PREDICTED, json.dumps([peaks, plans]))
+
+
+def recorded_predictions(link: str | None = None) -> tuple[Sequence[str], Sequence[Plan]]:
+    """Return what :func:`record_predictions` has noted; empty without a record.
+
+    Args:
+        link: Beginning of the record's path; by default that of this process's run.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        peaks, plans = _read(_PREDICTED, link)[1]
+        return peaks, plans
+    return _NOTHING
 
 
 def last_record(process: int) -> str:
@@ -57,15 +76,45 @@ def last_record(process: int) -> str:
         process: The process's id.
     """
     try:
-        numbers, values = _read(str(process))
-        step, held = _NUMBERS.unpack(numbers)
+        return _described(_read(str(process)), recorded_predictions())
     except (OSError, ValueError, struct.error):
         return ""
-    predicted = ""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        predicted = f" (predicted: {_read(_PREDICTED)[1][values['rank']]})" if values["rank"] >= 0 else ""
+
+
+def killed_sibling() -> tuple[int, str] | None:
+    """Return the rank, and the text of :func:`last_record`, of a killed rank that this process's parent has started.
+
+    A rank that ends by itself removes its record, so a record without a process is that of a killed rank. The result is
+    None if there is no such rank.
+    """
+    link = os.environ.get(REFUSED, "")
+    killed, predictions = None, _NOTHING
+    for path in Path(link).parent.glob(f"{Path(link).name.partition('_')[0]}_*_*_*"):
+        prefix, _, number = str(path).rpartition("_")
+        with contextlib.suppress(OSError, ValueError, KeyError, struct.error):
+            if not number.isdigit():
+                continue
+            record = _read(number, prefix)
+            if record[1]["parent"] != os.getppid():
+                continue
+            if record[1]["rank"] == 0:
+                predictions = recorded_predictions(prefix)
+            if record[1]["rank"] >= 0 and (state_and_start(int(number)) or ENDED)[0] in ENDED:
+                killed = record
+    return None if killed is None else (killed[1]["rank"], _described(killed, predictions))
+
+
+def _described(record: tuple[bytes, Any], predictions: tuple[Sequence[str], Sequence[Plan]]) -> str:
+    (step, held), values = _NUMBERS.unpack(record[0]), record[1]
+    predicted, remedy = "", values["remedy"]
+    with contextlib.suppress(IndexError):
+        if (rank := values["rank"]) >= 0:
+            predicted = f" (predicted: {predictions[0][rank]})"
+            # The newest record is from before the step in which the process has been killed.
+            room = max(held, values["available"]) - values["base"]
+            remedy = plan_that_fits(predictions[1], rank, room) or remedy
     held_then = f"in step {step} it had held {held / 1e6:,.0f} MB of main memory"
-    return f"{held_then}{predicted}; if memory has run out, {values['remedy']}"
+    return f"{held_then}{predicted}; if memory has run out, {remedy}"
 
 
 def remove_records() -> None:
@@ -91,6 +140,6 @@ def _opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
-def _read(name: str) -> tuple[bytes, Any]:
-    content = Path(f"{os.environ.get(REFUSED, '')}_{name}").read_bytes()
+def _read(name: str, link: str | None = None) -> tuple[bytes, Any]:
+    content = Path(f"{os.environ.get(REFUSED, '') if link is None else link}_{name}").read_bytes()
     return content[: _NUMBERS.size], json.loads(content[_NUMBERS.size :])

@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,6 +30,33 @@ def held_bytes() -> int:
     """Return the largest number of bytes of main memory that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+MARGIN = 1.1  # Factor of a predicted peak, because a prediction is not exact.
+# A plan, and what each rank takes in a step beyond its parameters, in bytes.
+Plan = tuple[str, Sequence[int]]
+
+
+def plan_that_fits(plans: Sequence[Plan], rank: int, room: int) -> str:
+    """Return a text about the first plan that fits by prediction; empty if none does.
+
+    A plan fits if the rank that has run out of memory takes less than its room, and if every other rank takes no more
+    than now, or less than this room as well.
+
+    Args:
+        plans: The run's own plan, and others.
+        rank: The rank that has run out of memory.
+        room: Bytes that the rank can take beyond its parameters.
+    """
+    if not plans:
+        return ""
+    (_, of_run), *others = plans
+    # The run's own plan did not fit, whatever the room seems to be.
+    most = min(room, of_run[rank]) / MARGIN
+    for settings, needed in others:
+        if needed[rank] <= most and all(new <= max(most, old) for new, old in zip(needed, of_run, strict=True)):
+            return f"a plan that fits by prediction: {settings} ({needed[rank] / 1e6:,.0f} MB beside the parameters)"
+    return ""
 
 
 @dataclass(frozen=True)

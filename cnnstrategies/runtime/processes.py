@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnstrategies.runtime.helper_processes import blocked_start, task_of
-from cnnstrategies.runtime.memory_records import REFUSED, last_record, remove_records
+from cnnstrategies.runtime.memory_records import REFUSED, killed_sibling, last_record, remove_records
 from cnnstrategies.runtime.process_ids import ENDED, state_and_start
 from cnnstrategies.runtime.stop_signals import cleaned_up
 
@@ -157,6 +157,21 @@ def ended_by(rank: int, code: int, process: int | None) -> str:
         return text
     record = "" if process is None else last_record(process)
     return "; ".join((f"{text}, which the system sends when memory runs out", *([record] if record else [])))
+
+
+def killed_beside(seconds: float = 0.5) -> str | None:
+    """Return a text about a killed rank that the parent of this process has started; None if no such rank is found.
+
+    Args:
+        seconds: Longest time to wait. The connection to a rank can break shortly before the rank's process has ended.
+    """
+    deadline = time.monotonic() + seconds
+    while (sibling := killed_sibling()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if sibling is None:
+        return None
+    rank, record = sibling
+    return f"rank {rank} was killed, as the system does when memory runs out; {record}"
 
 
 def starter_variable(name: str) -> str | None:

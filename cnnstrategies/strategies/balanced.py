@@ -19,11 +19,11 @@ from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.gathering import GatherRows, gather_rows, gather_tensors
-from cnnstrategies.strategies.protocol import StrategyFacts
+from cnnstrategies.strategies.own_division import LeavesDividedData
 from cnnstrategies.strategies.unfreezing import WrapsAgain
 
 
-class BalancedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogetherDDPStrategy):
+class BalancedDDPStrategy(LeavesDividedData, ExactMeans, WrapsAgain, FailingTogetherDDPStrategy):
     """DDP in which ranks may get different numbers of samples of each global batch, and all samples count equally.
 
     For any shares, the gradient is the mean over all samples of the global batch. A run on one device would compute the

@@ -12,7 +12,7 @@ from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.protocol import StrategyFacts
+from cnnstrategies.strategies.own_division import LeavesDividedData
 from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.unfreezing import WrapsAgain
 
@@ -22,7 +22,7 @@ else:  # jsonargparse reads this type: the help lists its names, and the parser 
     DDPCompression = Literal[ddp_names()]
 
 
-class CompressedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogetherDDPStrategy):
+class CompressedDDPStrategy(LeavesDividedData, ExactMeans, WrapsAgain, FailingTogetherDDPStrategy):
     """DDP that compresses gradients with torch's communication hooks, on every kind of device.
 
     Lightning's own option ``DDPStrategy(ddp_comm_hook=...)`` has an effect on CUDA devices only.

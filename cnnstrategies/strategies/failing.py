@@ -116,11 +116,20 @@ class FailTogether(Callback):
             trainer.global_step,
             f"{held / 1e6:,.0f} MB",
             self.predicted_peak(trainer),
-            remedy_for(trainer),
+            self.plan_that_fits(trainer, held) or remedy_for(trainer),
         ).attach(exception)
 
     def predicted_peak(self, trainer: Trainer) -> str:
         """Return a text with the predicted peak of this rank; empty if it is not known."""
+        return ""
+
+    def plan_that_fits(self, trainer: Trainer, held: int) -> str:
+        """Return a text about a plan that fits by prediction; empty if none is known.
+
+        Args:
+            trainer: The trainer.
+            held: Largest number of bytes that this process has held.
+        """
         return ""
 
     def skip_savers(self, trainer: Trainer, exception: BaseException) -> None:

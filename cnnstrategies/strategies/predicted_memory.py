@@ -1,5 +1,8 @@
 """The predicted peak memory of a rank, for the start panel."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
@@ -9,6 +12,8 @@ from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.pipeline.tracing import seals, trace_open
+from cnnstrategies.planning.costs import Profile
+from cnnstrategies.planning.lighter import LighterPlan, lighter_replicas
 from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_bytes import META, bytes_of
 from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, replica_peak, shared_slices
@@ -18,10 +23,28 @@ from cnnstrategies.strategies.hybrid_pipeline.network import find_network, modul
 from cnnstrategies.strategies.protocol import facts_of
 
 
-def predicted_peaks(trainer: Trainer, samples: int | None) -> list[PeakMemory]:
-    """Return the predicted peak memory of each rank in a training step, in rank order.
+class PredictedMemory(NamedTuple):
+    """The predicted memory of a run.
 
-    The list is empty if the peaks are not known. A pipeline with automatic cuts knows them from the profile that has
+    Attributes:
+        peaks: Peak memory of each rank in a training step, in rank order; empty if it is not known.
+        lighter: Plans that need less memory, those that change the step least first.
+    """
+
+    peaks: Sequence[PeakMemory] = ()
+    lighter: Sequence[LighterPlan] = ()
+
+    @property
+    def plans(self) -> list[tuple[str, list[int]]]:
+        """The run's own plan and the lighter ones, with what each rank takes beyond its parameters; see `Plan`."""
+        plans = [LighterPlan("", self.peaks), *self.lighter] if self.peaks else []
+        return [(plan.settings, [peak.total - peak.parameters for peak in plan.peaks]) for plan in plans]
+
+
+def predicted_memory(trainer: Trainer, samples: int | None) -> PredictedMemory:
+    """Return the predicted peak memory of each rank in a training step, and plans that need less.
+
+    Both are empty if the peaks are not known. A pipeline with automatic cuts knows them from the profile that has
     chosen the cuts. Where each rank trains the whole network, the network is traced, and its operations run on the meta
     device, which has no values. That needs inputs whose shapes are known, a network that can be traced, and full
     precision, because autocast does not exist on the meta device.
@@ -32,37 +55,45 @@ def predicted_peaks(trainer: Trainer, samples: int | None) -> list[PeakMemory]:
     """
     facts, module = facts_of(trainer.strategy), trainer.lightning_module
     if facts.step_kind == "stages":
-        return list(facts.predicted_peaks)
+        return PredictedMemory(facts.predicted_peaks, facts.lighter_plans)
     if samples is None or "mixed" in str(trainer.precision) or facts.shards_parameters:
-        return []
-    peak = _replica_peak(trainer, module, samples)
-    return [] if peak is None else [peak] * trainer.world_size
+        return PredictedMemory()
+    peak, *lighter = _replica_peaks(trainer, module, samples) or [LighterPlan("", [])]
+    world = trainer.world_size
+    plans = [plan._replace(peaks=[*plan.peaks] * world) for plan in lighter]
+    return PredictedMemory([*peak.peaks] * world, plans)
 
 
-def _replica_peak(trainer: Trainer, module: LightningModule, samples: int) -> PeakMemory | None:
+def _replica_peaks(trainer: Trainer, module: LightningModule, samples: int) -> list[LighterPlan]:
+    """Return the run's own plan, and lighter ones; an empty list if nothing is known."""
     facts = facts_of(trainer.strategy)
     options, buckets = facts.server_options, facts.gradient_buckets
     if options is None and buckets is None:
-        return None
+        return []
     try:
         path = find_network(module, None)
         network = module_at(module, path)
         images = _inputs(module, network)
         if images is None:
-            return None
-        traced = trace_open(network, True)
+            return []
+        forward = vars(network).get("forward")
+        recomputed = forward if isinstance(forward, RecomputedForward) else None
+        traced = (recomputed and recomputed.traced) or trace_open(network, True)
         if seals(traced):
-            return None  # The code of these modules would run, and may have effects.
+            return []  # The code of these modules would run, and may have effects.
         costs = bytes_of(traced, images, samples)
     # The network need not be one that can be traced. The trainer trains it as it is.
     except Exception:
-        return None
+        return []
     shared = 0 if options is None else shared_slices(costs, options.server_count(trainer.num_nodes))
     state = NO_STATE if options is not None else _state_of(trainer.optimizers, trainer.strategy.root_device)
     batches = trainer.accumulate_grad_batches if options is None else 1
-    if isinstance(forward := vars(network).get("forward"), RecomputedForward):
-        return recomputed_peak(costs, state, batches, buckets or 0.0, forward.division.cuts)
-    return replica_peak(costs, state, batches, buckets or 0.0, shared)
+    if recomputed is not None:
+        peak = recomputed_peak(costs, state, batches, buckets or 0.0, recomputed.division.cuts)
+    else:
+        peak = replica_peak(costs, state, batches, buckets or 0.0, shared)
+    lighter = lighter_replicas(Profile(costs), samples, state, batches, buckets or 0.0, recomputed is not None)
+    return [LighterPlan("", [peak]), *lighter]
 
 
 def _inputs(module: LightningModule, network: nn.Module) -> Images | None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cnnstrategies.paramserver.membership import Membership
     from cnnstrategies.paramserver.worker.connections import Counters
     from cnnstrategies.pipeline.task_times import MeasuredPipeline
+    from cnnstrategies.planning.lighter import LighterPlan
     from cnnstrategies.planning.memory import PeakMemory
     from cnnstrategies.shares import Deals
     from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
@@ -215,6 +216,11 @@ class StrategyFacts:
         The sequence is empty unless the strategy has planned its layout. `strategies.predicted_memory` predicts the
         peaks of strategies whose ranks have the whole network.
         """
+        return ()
+
+    @property
+    def lighter_plans(self) -> "Sequence[LighterPlan]":
+        """Plans that need less memory than :attr:`predicted_peaks`, those that change the step least first."""
         return ()
 
     @property

@@ -79,7 +79,7 @@ class SampleWeights(Callback):
                 # The weights of the ranks add up to the whole sum, and not to a mean.
                 counts = sampler.counts(batch)
                 factor = factor * sum(counts) / counts[sampler.rank] if counts[sampler.rank] else 0.0
-        if self._kind == "terms":
+        if self._kind == "terms" or (self._kind == "sum" and sampler is None):
             factor = factor * self._weigh_means(trainer, pl_module, loss, sampler)
         if isinstance(factor, Tensor) or factor != 1:
             # A hook scales the gradient, and the loss itself stays unchanged: in manual optimization the loss is the
@@ -121,6 +121,8 @@ class SampleWeights(Callback):
             total = trainer.strategy.reduce(total, reduce_op="sum")
         else:
             dist.all_reduce(total)  # Lightning's `reduce` would also wait at a barrier.
+        if self._kind == "sum":
+            return total[0] / row[0]  # A batch is weighted by its fraction of the samples, which is undone.
         # A batch is weighted by its fraction of the samples. Each mean needs its own fraction instead. If there is no
         # valid target on any rank, the gradient of the mean is zero, whatever its factor is.
         factors = torch.nan_to_num((row / total)[1:] / (row / total)[0])
@@ -164,8 +166,6 @@ def _kind_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
     kind = comparison.kind if facts.joined_late else _vote(trainer, comparison.kind)
     if facts.divides_by_shares and dealt(trainer) is not None:
         _check_shares(trainer, module, kind, comparison.reason)
-    elif kind == "sum":
-        return "mean"
     if kind == "unknown":
         return "terms" if module.automatic_optimization else "mean"
     return "mean" if kind == "neither" else kind

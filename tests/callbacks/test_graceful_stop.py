@@ -96,18 +96,19 @@ def test_a_signal_stops_all_ranks_and_they_resume_exactly(run_cli, quick, signum
 
 
 class Warned(Callback):
-    """Sends the last rank a scheduler's warning signal in the batch in which its optimizer makes a certain step.
+    """Sends the last rank a signal in the batch in which its optimizer makes a certain step.
 
     Args:
         step: Number of the step.
+        signum: Name of the signal; by default a scheduler's warning signal.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, signum: str = "SIGUSR1") -> None:
+        self.step, self.signum = step, signum
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == self.step and trainer.global_rank == trainer.world_size - 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.Signals[self.signum])
 
 
 class ManualSteps(ImageClassifier):
@@ -191,11 +192,12 @@ STRATEGIES = {
 def test_no_strategy_stops_within_an_accumulation(monkeypatch, run_cli, quick, name):
     monkeypatch.setattr(graceful_stop, "CHECK_SECONDS", ONCE_AN_EPOCH)
     warned = ["--trainer.callbacks+=test_graceful_stop.Warned", "--trainer.callbacks.init_args.step=2"]
+    warned += ["--trainer.callbacks.init_args.signum=SIGTERM", "--stop.grace=100"]
     few = ["--trainer.limit_train_batches=7", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1000"]
     few += ["--trainer.accumulate_grad_batches=3"]
     code, output = run_cli("fit", *quick, *STRATEGIES[name], *few, *warned)
-    assert code == 128 + signal.SIGUSR1, output  # Only rank 1 has got the signal.
-    assert output.count("SIGUSR1: stopping after this step") == output.count("Stopped by SIGUSR1 after step") == 1, (
+    assert code == 128 + signal.SIGTERM, output  # Only rank 1 has got the signal.
+    assert output.count("SIGTERM: stopping after this step") == output.count("Stopped by SIGTERM after step") == 1, (
         output
     )
     step, processed = progress(next(Path("runs").rglob("last.ckpt")))

@@ -20,6 +20,7 @@ from cnnstrategies.data.sampling import ShuffledBatches
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.strategies import CompressedDDPStrategy
+from cnnstrategies.strategies.predicted_memory import PredictedMemory
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 
 WHOLE = sum(parameter.numel() for parameter in SmallCNN(10, widths=[32, 64]).parameters())
@@ -180,7 +181,7 @@ def test_the_predicted_peak_and_its_parts_are_shown(run_cli, quick):
 
 def test_a_line_says_that_the_real_peak_differs(monkeypatch):
     """On a GPU torch's allocator counts the real peak. A simulated device counts nothing."""
-    monkeypatch.setattr(start_panel, "predicted_peaks", lambda *_: [PeakMemory(10**9, 10**8)])
+    monkeypatch.setattr(start_panel, "predicted_memory", lambda *_: PredictedMemory([PeakMemory(10**9, 10**8)]))
     monkeypatch.setattr(start_panel, "print_table", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     lines = []

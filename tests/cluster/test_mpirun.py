@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cluster.exceptions import Failing, several_runs
 from cluster.hosts import Network, missing, two_hosts
 from cluster.processes_of import PYTHON, Program, environment, fit
 from conftest import ROOT
-from fault_injection import PAUSES, fault_arguments
+from fault_injection import PAUSES
 
 pytestmark = pytest.mark.cluster
 
@@ -103,11 +104,13 @@ def test_mpirun_passes_a_signal_on(tmp_path: Path, signum: int, code: int, secon
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="apt-get install openmpi-bin")
-def test_an_exception_on_all_ranks_ends_mpirun(tmp_path: Path) -> None:
+def test_an_exception_ends_all_ranks_of_mpirun(tmp_path: Path) -> None:
     """The exception's own line is the last line, before mpirun's own report."""
-    fault = fault_arguments(victim="nobody", rank="null", step=2)
-    arguments = fit("--trainer.strategy=parameter_server", "--trainer.limit_val_batches=1", *fault)
-    program = Program([*MPIRUN, "-n", "2", PYTHON, *arguments], tmp_path / "log", PYTHONPATH=PATH)
-    assert program.wait() == 1, program.output()
+    *before, last = [Failing("hybrid_pipeline", None), Failing("parameter_server", None), Failing("ddp", 1)]
+    words = [*MPIRUN, "-n", "2", PYTHON, *several_runs(*before, last)]
+    program = Program(words, tmp_path / "log", PYTHONPATH=f"{PATH}{os.pathsep}{ROOT / 'tests'}")
+    code = program.wait(300)
     ours, _, _ = program.output().partition("-----")
-    assert ours.strip().splitlines()[-1] == "AssertionError: no process nobody", program.output()
+    last.check(ours.strip(), [str(code)])
+    for run in before:
+        run.check()

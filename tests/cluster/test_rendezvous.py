@@ -1,5 +1,6 @@
 """Ranks of two runs with one address and one port: each rank finds its own run, under every strategy."""
 
+import itertools
 import os
 import socket
 import threading
@@ -23,7 +24,7 @@ from cnnstrategies._lightning_private import set_main_port
 from cnnstrategies.cluster.door import OpenDoor, knock, listen
 from cnnstrategies.cluster.handshake import Door, RankCredentials
 from cnnstrategies.cluster.hosts import Interconnect, across_hosts
-from cnnstrategies.cluster.rendezvous import Party, take_part
+from cnnstrategies.cluster.rendezvous import CANDIDATES, Party, candidates, take_part
 from cnnstrategies.cluster.run_identity import declare
 from cnnstrategies.cluster.search import Failed
 from cnnstrategies.cluster.stores import SERVED, serve
@@ -79,6 +80,22 @@ def test_a_port_without_a_door_is_described() -> None:
         assert knock("127.0.0.1", [port], GUEST, 60) == {port: Failed("mute")}
         answering.join()
     assert knock("127.0.0.1", [port], GUEST, 60) == {port: Failed("absent")}
+
+
+@pytest.mark.light
+def test_the_ports_follow_from_the_job_and_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = {}
+    for job, step, rank in itertools.product(("7", "8"), ("0", "1"), ("0", "1")):
+        variables = {"JOB_ID": job, "STEP_ID": step, "PROCID": rank, "LOCALID": rank, "NTASKS": "2"}
+        for name, value in variables.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        ports[job, step, rank] = candidates(LightningEnvironment())
+    for job, step in itertools.product(("7", "8"), ("0", "1")):
+        assert ports[job, step, "0"] == ports[job, step, "1"]
+        assert len(ports[job, step, "0"]) == CANDIDATES
+    assert len({tuple(numbers) for numbers in ports.values()}) == 4
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert candidates(LightningEnvironment())[0] == 29500
 
 
 class Member:

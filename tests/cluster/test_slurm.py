@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cluster.exceptions import Failing, several_runs
 from cluster.processes_of import PYTHON, fit, process_with, wait_until
 from conftest import ROOT
-from fault_injection import PAUSES, fault_arguments
+from fault_injection import PAUSES
 from ports import free_port
 from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 
@@ -91,7 +92,9 @@ def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
     job.wait_for_the_end()
     assert (job.state["JobState"], job.state["Restarts"]) == ("COMPLETED", "2"), f"{job.state}\n{job.log}"
     for name in ("SIGUSR1", "SIGTERM"):
-        assert f"{name}: stopping after this step" in job.log
+        assert job.log.count(f"{name}: stopping after this step") == 1, job.log
+        assert job.log.count(f"Stopped by {name} after step") == 1, job.log
+    assert "Traceback" not in job.log, job.log
     assert job.log.count("Restored all states") == 2
     whole, ended = (torch.load(file, weights_only=True) for file in ("whole/last.ckpt", job.last))
     assert whole["global_step"] == ended["global_step"] == 240, job.log
@@ -177,7 +180,7 @@ echo $? > first.code
 @stepped
 def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
     """Rank 0 prints the reason, and rank 1 does not wait for rank 0."""
-    few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")
+    few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--data.init_args.num_workers=1")
     script = ONE_NAME.format(folder=tmp_path, root=ROOT, pauses=PAUSES, fit=shlex.join([PYTHON, *fit(*few)]))
     (tmp_path / "steps.sh").write_text(script)
     options = ("--parsable", "--nodes=1", "--ntasks=4", f"--output={tmp_path}/job.log")
@@ -186,31 +189,32 @@ def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(slurm: Slu
     wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 240)
     codes = {name: (tmp_path / f"{name}.code").read_text().strip() for name in ("first", "second")}
     assert codes == {"first": "143", "second": "2"}, logs()
-    refused = (tmp_path / "second.log").read_text()
+    stopped, refused = ((tmp_path / f"{name}.log").read_text() for name in ("first", "second"))
+    # SLURM sends the signal to the loader workers as well.
+    assert stopped.count("SIGTERM: stopping after this step") == stopped.count("Stopped by SIGTERM after step") == 1
+    assert "Traceback" not in stopped, stopped
     assert refused.count("error: the run digits is already running: ") == 1, refused
     assert f"SLURM step {job}.0) since 20" in refused, refused
 
 
 EXCEPTIONS = """#!/bin/bash
 cd {folder}
-export PYTHONPATH={root}:{root}/tests/strategies OMP_NUM_THREADS=1
-srun -n2 --exact --output=step.log {fit} --trainer.strategy=hybrid_pipeline
+export PYTHONPATH={root}:{root}/tests:{root}/tests/strategies OMP_NUM_THREADS=1
+srun -n2 --exact --output=step.log {program}
 echo $? > step.code
 """
 
 
 @stepped
-def test_an_exception_on_one_rank_ends_a_step(slurm: Slurm, tmp_path: Path) -> None:
+def test_an_exception_ends_all_ranks_of_a_step(slurm: Slurm, tmp_path: Path) -> None:
     """`srun` does not end the other rank. The last line of the log is the exception's own line."""
-    arguments = fit("--trainer.limit_val_batches=1", *fault_arguments(victim="nobody", step=2))
-    program = shlex.join([PYTHON, *arguments])
-    script = EXCEPTIONS.format(folder=tmp_path, root=ROOT, fit=program)
-    (tmp_path / "steps.sh").write_text(script)
+    *before, last = [Failing("ddp", None), Failing("parameter_server", 1), Failing("hybrid_pipeline", 1)]
+    program = shlex.join([PYTHON, *several_runs(*before, last)])
+    (tmp_path / "steps.sh").write_text(EXCEPTIONS.format(folder=tmp_path, root=ROOT, program=program))
     options = ("--parsable", "--nodes=1", "--ntasks=2", f"--output={tmp_path}/job.log")
     job = slurm.run("sbatch", *options, "steps.sh").strip()
     logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
-    wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 200)
-    assert (tmp_path / "step.code").read_text().strip() == "1", logs()
-    log = (tmp_path / "step.log").read_text()
-    assert log.splitlines()[-1].endswith("AssertionError: no process nobody"), log
-    assert log.count("Traceback") == 1, log
+    wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 240)
+    last.check((tmp_path / "step.log").read_text(), (tmp_path / "step.code").read_text().split())
+    for run in before:
+        run.check()

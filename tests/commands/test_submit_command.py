@@ -74,6 +74,13 @@ REFUSED = {
         [HYBRID, "--trainer.num_nodes=4", "--trainer.devices=1", "--data.init_args.global_batch_size=2"],
         "each of 3 processes that load data: set it to at least 3",
     ),
+    "a misspelt field of pods": (
+        [
+            *(QUICKSTART, *TWO_NODES, "--to=kubernetes", "--cluster.kubernetes.image=cnn:1"),
+            "--cluster.kubernetes.pod={nodeSelectr: {pool: a100}}",
+        ],
+        "pod.nodeSelectr is not a field of PodSpec: did you mean nodeSelector?",
+    ),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "the strategy starts its processes itself"),
 }
 

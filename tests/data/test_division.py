@@ -16,13 +16,21 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
-from cnnstrategies.data.division import StreamComparison, describe_batch, describe_loader, divided_among, same_loaders
+from cnnstrategies.data.division import (
+    StreamComparison,
+    describe_batch,
+    describe_loader,
+    divided_among,
+    is_divided,
+    same_loaders,
+)
 
 pytestmark = pytest.mark.light
 
@@ -169,6 +177,23 @@ def compared(*steps: list[list[Tensor] | None]) -> list[bool | None]:
     """Compare the batches of ranks 0 and 1, which load in any case, with those of ranks 2 and 3."""
     comparison = StreamComparison([0, 1], [2, 3])
     return [comparison.add([describe_batch(batch) for batch in step]) for step in steps] + [comparison.decide()]
+
+
+class Repeats(SequentialSampler):
+    """Like torchvision's RASampler, which gives all ranks the same samples if it repeats each once for each rank."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(range(SIZE))
+        self.num_replicas = number
+
+
+def test_a_sampler_for_all_processes_counts_as_divided_data_whatever_it_yields() -> None:
+    data = TensorDataset(torch.arange(SIZE))
+    loaders = [DataLoader(data, 4, sampler=Repeats(number)) for number in (RANKS, 1)]
+    loaders += [DataLoader(data, 4), DataLoader(Subset(data, range(8)), 4)]
+    other = describe_loader(loaders[2])
+    assert [is_divided(loader, RANKS, lambda row: [row, other]) for loader in loaders] == [True, False, False, True]
+    assert not is_divided(loaders[0], 1, lambda row: [row])
 
 
 def test_streams_are_compared_by_their_first_batches() -> None:

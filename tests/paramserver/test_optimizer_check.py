@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.optimizer_check import check_on_servers
+from cnnstrategies.paramserver.optimizers import FusedOptimizer
 from cnnstrategies.paramserver.slicing import cut, largest_payload
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies import ParameterServerStrategy
@@ -127,6 +128,28 @@ class WholeTensors(Own):
         for decay, momentum in state["momenta"].items():
             momentum.mul_(decay).add_(state["last"][0])
         return sum(state["momenta"].values()) / parameter.norm()  # type: ignore[return-value]
+
+
+class KeepsGradients(Own):
+    """An optimizer that keeps the gradient of the last step itself, and changes the gradient of this step."""
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        last = self.state[parameter].get("last", torch.zeros_like(gradient))
+        self.state[parameter]["last"] = gradient
+        return gradient.mul_(2).add(last)
+
+
+def test_an_optimizer_may_keep_and_change_gradients_whose_memory_the_server_uses_again() -> None:
+    served, expected = (nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+    on_server, alone = FusedOptimizer(KeepsGradients, [([served], {"lr": 0.1})]), KeepsGradients([expected])
+    memory = torch.zeros(3, dtype=torch.float64)
+    for factor in (1.0, 3.0, -2.0):
+        memory.fill_(factor)
+        on_server.step([(served, memory)], [{"lr": 0.1}])
+        assert memory.tolist() == [factor] * 3
+        expected.grad = torch.full_like(expected, factor)
+        alone.step()
+    torch.testing.assert_close(served, expected)
 
 
 REFUSED = {

@@ -1,11 +1,14 @@
 """Frames with one or several messages: messages do not wait for ever, and incomplete messages are refused."""
 
 import contextlib
+import socket as sockets
+import struct
 import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
+from conftest import run_forked
 
 from cnnstrategies.paramserver.drivers.sockets import (
     BUNDLE_BYTES,
@@ -17,6 +20,7 @@ from cnnstrategies.paramserver.drivers.sockets import (
     Listener,
     Received,
     Socket,
+    largest_frame,
     server_socket,
 )
 from cnnstrategies.paramserver.messages import HEADER_BYTES, Bounds, Header, InvalidMessageError, Kind, unpack
@@ -119,3 +123,41 @@ def test_a_frame_beyond_the_declared_size_is_dropped() -> None:
     sizes = [len(router.recv_multipart()[1]) for wait in (60_000, 200) if router.poll(wait)]
     context.destroy(0)
     assert sizes == [1000]
+
+
+# A connection without encryption in ZeroMQ's protocol 3.1 (RFC 37): the greeting, the handshake of a DEALER, a message
+# of one byte, and a heartbeat.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x29\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity" + bytes(4)
+MESSAGE, PING = b"\0\x01x", b"\x04\x07\x04PING\0\0"
+
+
+def connection(endpoint: str) -> sockets.socket:
+    """Return a connection to a server whose handshake is complete."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    made = sockets.create_connection((host, int(port)))
+    made.sendall(GREETING + READY)
+    received = b""
+    while len(received) < len(GREETING) or b"READY" not in received:
+        received += made.recv(1000)
+    return made
+
+
+def test_a_broken_connection_with_unread_messages_and_heartbeats_does_not_abort_a_server() -> None:
+    """Otherwise libzmq aborts the server, because it had no place for all messages before the connection broke."""
+    count = 200
+
+    def serve() -> None:
+        context: Context = zmq.Context()
+        listener = Listener("tcp://127.0.0.1:*", insecure=True)
+        router = server_socket(context, listener, None, largest_frame(1000))
+        broken = connection(listener.endpoint)
+        broken.sendall(count * (MESSAGE + PING))
+        broken.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0))  # Closing breaks it.
+        broken.close()
+        connection(listener.endpoint)  # After this handshake libzmq's thread has seen the end of the connection.
+        for _ in range(count):
+            router.recv_multipart()
+        context.destroy(0)
+
+    assert run_forked(serve, timeout=60) == (0, "")

@@ -190,6 +190,16 @@ class Halves(nn.Module):
         return self.conv(x[..., : int(x.shape[-1]) // 2]).sum(-1) + mean.sum(-1) if x.shape[-1] > 3 else x
 
 
+class Counting(nn.Conv2d):
+    """A layer that counts its calls."""
+
+    calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(images)
+
+
 class ByShape(nn.Module):
     """A network that branches on shapes.
 
@@ -198,7 +208,7 @@ class ByShape(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+        self.first, self.second = Counting(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         height, width = images.shape[-2:]
@@ -230,6 +240,7 @@ def test_branches_on_shapes_hold_for_images_of_the_traced_shape() -> None:
             trace(network)
         assert not decide_by_shapes(network, lambda size: None)
         assert decide_by_shapes(network, lambda size: images[:size])
+        assert network.first.calls == 0
         blueprint = divide(network, ["first"])
         compare(blueprint, images[:2])
         other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"

@@ -150,3 +150,28 @@ def test_the_next_start_of_a_run_reads_the_profile(tmp_path: Path, monkeypatch: 
     ):
         assert start(*arguments) == PROFILE
         assert len(measured) == number, arguments
+
+
+class Storing(Hidden):
+    """A layer that counts its calls, and keeps a term that is connected to its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.calls, self.term = 0, torch.zeros(())
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        self.term = (self.weight * images).mean()
+        return super().forward(self.weight * images)
+
+
+def test_measuring_stores_nothing_on_modules() -> None:
+    layer, outputs = Storing(), list[Tensor]()
+    module, term = network(layer=layer), layer.term
+    layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output))
+    trainer: Any = SimpleNamespace(precision="32-true", lightning_module=None, checkpoint_callback=None)
+    profile_of(module, trace_open, torch.randn(2, 3, 8, 8), 4, CPU, trainer)
+    assert layer.calls == 0
+    assert layer.term is term
+    assert not outputs

@@ -16,12 +16,14 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
-from cnnstrategies.planning.device_order import orders, rank_in_best_order
+from cnnstrategies.planning.device_order import largest_in_best_order, orders, rank_in_best_order
 from cnnstrategies.planning.device_report import best_plans, limits, plans_report
 from cnnstrategies.planning.devices import Device, described, read_devices
 from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.largest_batch import largest_of
+from cnnstrategies.planning.lighter import lighter_replicas, lighter_stages
 from cnnstrategies.planning.memory import OptimizerMemory, replica_peak
+from cnnstrategies.planning.predict import choose_layout
 from cnnstrategies.planning.rank import NothingFitsError, Ranking, data_parallel, rank
 from cnnstrategies.planning.recompute import RECOMPUTED
 from cnnstrategies.planning.report import trainer_section
@@ -185,6 +187,18 @@ def test_ranks_use_the_devices_in_the_order_that_fits_best() -> None:
     assert [ranking.device_of(rank) for rank in (0, 1)] == [1, 0]
     with pytest.raises(NothingFitsError):
         rank_in_best_order(replace(made, replicas=(1, 1)))
+    assert largest_of(made, ["hybrid"], 500) is None
+    best = largest_in_best_order(made, ["hybrid"], 500)
+    assert best is not None
+    largest, ordered, order = best
+    assert order == (1, 0)
+    again = largest_of(ordered, ["hybrid"], 500)
+    assert again is not None
+    assert again.samples == largest.samples
+    roomy = replace(made, cluster=Cluster.connected([Device(memory=10**6), Device(memory=10**6, speed=0.5)], LINK))
+    kept = largest_in_best_order(roomy, ["hybrid"], 500)
+    assert kept is not None
+    assert kept[2] == (0, 1), "the given order is kept if no other one allows a larger batch"
     equal = Device()
     assert list(orders([equal] * 3)) == [(0, 1, 2)]
     assert list(orders([equal, Device(0.5), Device(0.5)])) == [(0, 1, 2), (1, 2, 0)]
@@ -241,6 +255,31 @@ def test_the_largest_batch_is_the_largest_that_fits() -> None:
     assert few is not None
     assert few.samples == 5, "there are only 5 training samples"
     assert largest_of(job(Device(memory=100), Device(memory=100)), ["ddp", "hybrid"], 500) is None
+
+
+def test_lighter_plans_need_less_memory_than_the_run() -> None:
+    made = replace(job(Device(), Device()), microbatches=4, stages=2)
+    layout, predictor = choose_layout(made)
+    peak_of_run = max(peak.total for peak in predictor.stage_peaks(layout, predictor.runs_ahead(layout)))
+    plans = {
+        settings: max(peak.total for peak in of.stage_peaks(other, of.runs_ahead(other)))
+        for settings, of, other in lighter_stages(predictor, layout)
+    }
+    assert len(plans) > 4
+    assert all(settings.startswith("--trainer.strategy.init_args.") for settings in plans)
+    assert plans["--trainer.strategy.init_args.microbatches=8"] < peak_of_run
+    assert plans["--trainer.strategy.init_args.activation_checkpointing=always"] < peak_of_run
+    replicas = list(lighter_replicas(made.profile, 16, OptimizerMemory(), 2, 0.0, recomputes=False))
+    peak = replica_peak(made.profile.at(16), OptimizerMemory(), 2).total
+    assert all(plan.peaks[0].total < peak for plan in replicas)
+    texts = [plan.settings for plan in replicas]
+    assert texts[0] == "--trainer.callbacks+=ActivationCheckpointing"
+    assert texts[1] == "--trainer.accumulate_grad_batches=4 with a rank's batch of 8 samples instead of 16"
+    assert texts[-1].startswith(f"{texts[0]} --trainer.accumulate_grad_batches=32 with a rank's batch of 1 samples")
+    again = lighter_replicas(made.profile, 3, OptimizerMemory(), 1, 0.0, recomputes=True)
+    assert [plan.settings for plan in again] == [
+        "--trainer.accumulate_grad_batches=2 with a rank's batch of 2 samples instead of 3"
+    ]
 
 
 def test_the_table_shows_what_limits_each_device() -> None:

@@ -8,11 +8,13 @@ import torch
 from conftest import quiet_trainer
 from digit_runs import assert_same_run, train
 from lightning.pytorch import Callback
-from torch import nn
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import fx, nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import ActivationCheckpointing
 from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies.predicted_memory import predicted_memory
 
 
 class Normalised(nn.Sequential):
@@ -48,6 +50,7 @@ class Recomputes(Callback):
 
 STRATEGIES = {
     "one": ("auto", 1),
+    "autocast": ("auto", 1),
     "ddp": ("ddp_fork", 2),
     "balanced": (partial(BalancedDDPStrategy, start_method="fork", shares="equal"), 2),
     "servers": (partial(ParameterServerStrategy, start_method="fork"), 2),
@@ -57,15 +60,46 @@ STRATEGIES = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("one", "servers") else pytest.param(name, marks=pytest.mark.cluster) for name in STRATEGIES],
+    [
+        name if name in ("one", "autocast", "servers") else pytest.param(name, marks=pytest.mark.cluster)
+        for name in STRATEGIES
+    ],
 )
 def test_each_strategy_trains_the_same_network_with_recomputation(name):
     strategy, ranks = STRATEGIES[name]
     common = {"network": Normalised, "max_epochs": 1}
+    if name == "autocast":
+        common |= {"precision": "bf16-mixed", "limit_train_batches": 3}
     make = (lambda: strategy) if isinstance(strategy, str) else strategy
     plain = train("plain", make(), ranks, **common)
     again = train("again", make(), ranks, callbacks=[ActivationCheckpointing(), Recomputes()], **common)
     assert_same_run(again, plain, 1e-12)
+
+
+class Traced(nn.Module):
+    """A layer that counts in how many traces of the whole network it is."""
+
+    traces = ctypes.c_int()
+
+    def forward(self, images):
+        self.traces.value += isinstance(images, fx.Proxy)
+        return images
+
+
+def test_the_network_is_traced_once_also_for_the_predicted_peak():
+    network = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 3), Traced()), nn.ReLU(), nn.Flatten(), nn.Linear(72, 10))
+    module = ImageClassifier(network, 10)
+    module.example_input_array = torch.zeros(2, 1, 8, 8)
+    images = torch.utils.data.TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.long))
+    Traced.traces.value = 0
+    peaks = []
+    callbacks = [
+        ActivationCheckpointing(cuts=["0"]),
+        LambdaCallback(on_train_start=lambda t, m: peaks.extend(predicted_memory(t, 2).peaks)),
+    ]
+    quiet_trainer(callbacks=callbacks, max_steps=1).fit(module, torch.utils.data.DataLoader(images, 2))
+    assert len(peaks) == 1
+    assert Traced.traces.value == 1
 
 
 class Whole(nn.Module):

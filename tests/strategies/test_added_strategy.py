@@ -98,6 +98,7 @@ def test_lightnings_strategies_and_subclasses_have_the_facts_of_their_class() ->
         "has_global_batches": False,
         "gradient_buckets": 0.0,
         "predicted_peaks": (),
+        "lighter_plans": (),
         **dict.fromkeys(("divides_by_shares", "may_skip_steps", "only_starts_ranks"), False),
         "steps_in_lockstep": True,
         "display_name": "MyOwn",

@@ -88,6 +88,18 @@ class EndlessBatches(Batches):
         return itertools.cycle(list(super().__iter__()))
 
 
+class CountedEndlessBatches(EndlessBatches):
+    """Endless batches with the length of an epoch, after which one device stops to load."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(super().__iter__()):
+            assert number < 100, "the sampler is asked for more batches than it has"
+            yield batch
+
+
 class Classes(Sampler[list[int]]):
     """Batches of one class each; a sampler of lists that does not derive from BatchSampler."""
 
@@ -121,6 +133,7 @@ def loaders() -> dict[str, DataLoader[Any]]:
         "buckets": Buckets(),
         "bags": Bags(),
         "endless batches": EndlessBatches(),
+        "endless batches with a length": CountedEndlessBatches(),
         "classes": Classes(),
         "with a sampler": WithSampler(4),
         "a list of batches": list(Batches()),
@@ -166,6 +179,8 @@ def test_any_sampler_loads_what_one_device_loads(strategy: str) -> None:
         samples = Counter(sample for batch in loaded for sample in batch)
         if name == "endless batches":
             assert len(loaded) == 36 * len(ranks[: 1 if strategy == "hybrid_pipeline" else 2])
+        elif name == "endless batches with a length":
+            assert samples == Counter(range(SIZE))
         elif name in DRAWN:
             assert samples.total() == sum(len(batch[1]) for batch in loader), name
         else:
@@ -180,6 +195,7 @@ def test_batches_are_divided_in_turn_and_repeated_if_a_rank_has_none() -> None:
     assert [len(DividedBatches(batches, 3, rank)) for rank in range(3)] == [3, 3, 3]
     endless = DividedBatches(EndlessBatches(), 2, 1)
     assert next(iter(endless)) == [4, 5, 6, 7]
+    assert list(DividedBatches(CountedEndlessBatches(), 2, 1)) == list(Batches())[1::2]
 
 
 @pytest.mark.light

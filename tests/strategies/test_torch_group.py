@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -22,7 +23,7 @@ from torchmetrics import MeanMetric
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies import BalancedDDPStrategy, CompressedDDPStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.torch_group import WorkerExchange, close_worker_group, open_worker_group
 
 SIZE = 48
@@ -31,6 +32,10 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async"},
     "ssp": {"mode": "ssp", "staleness": 2},
     "local": {"mode": "local", "sync_every": 2},
+}
+OTHERS: dict[str, Callable[[], Strategy]] = {
+    "ddp_fp16": lambda: CompressedDDPStrategy("fp16", start_method="fork"),
+    "ddp_balanced": lambda: BalancedDDPStrategy(start_method="fork"),
 }
 
 
@@ -90,7 +95,7 @@ class DividedData(LightningModule):
         dist.all_gather_object(everyones, dict(self.seen))
         # A metric that is not a submodule uses torch's own group.
         plain = [MeanMetric()]
-        plain[0].update(torch.tensor(self.seen["sampler"], dtype=torch.float64))
+        plain[0].update(torch.tensor(self.seen["subset"], dtype=torch.float64))
         facts = [dist.get_rank(), dist.get_world_size(), dist.get_backend(), plain[0].compute().item()]
         Path(f"seen-{self.global_rank}.json").write_text(json.dumps([everyones, facts]))
 
@@ -118,6 +123,25 @@ def test_each_sample_is_loaded_once_however_the_users_code_divides_the_data(mode
         for name in everyones[0]:
             assert Counter(everyones[0][name] + everyones[1][name]) == Counter(range(SIZE)), name
     assert not dist.is_initialized(), "the process that has started the ranks has no group"
+
+
+class OwnPart(DividedData):
+    """Module with a single loader, of this rank's part of the data."""
+
+    def train_dataloader(self) -> Any:
+        return super().train_dataloader()["subset"]
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.seen["subset"] += batch[1].tolist()
+        return self.net(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("name", [pytest.param("ddp_fp16", marks=pytest.mark.cluster), "ddp_balanced"])
+def test_lightning_does_not_divide_a_ranks_part_of_the_data_again(name: str) -> None:
+    """With the Trainer's defaults, Lightning would put a sampler of its own into the loader."""
+    trainer_of(OTHERS[name]()).fit(OwnPart())
+    parts = [json.loads(Path(f"seen-{rank}.json").read_text())[0][rank]["subset"] for rank in range(2)]
+    assert parts == [list(range(rank, SIZE, 2)) for rank in range(2)]
 
 
 class Contrast(LightningModule):

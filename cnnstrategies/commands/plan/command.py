@@ -16,9 +16,9 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.device_order import rank_in_best_order
+from cnnstrategies.planning.device_order import largest_in_best_order, rank_in_best_order
 from cnnstrategies.planning.device_report import plans_report
-from cnnstrategies.planning.largest_batch import FAMILIES, largest_of
+from cnnstrategies.planning.largest_batch import FAMILIES
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import NothingFitsError, Ranking, rank
 from cnnstrategies.planning.report import ranking_table, stages_table, summary, write_overlay
@@ -51,7 +51,7 @@ def main(options: PlanOptions, arguments: Sequence[str]) -> None:
 
             families = families_of(configuration)
             most = training_samples(configuration.data(), MOST)
-        show_largest(job, families, most, configuration, options.write)
+        show_largest(job, families, most, configuration, options.write, options.have is not None)
         return
     show(fitting(job, options.have is not None, configuration), options, configuration)
 
@@ -77,9 +77,10 @@ def fitting(job: Job, is_listed: bool, configuration: "ModelAndData | None" = No
             with contextlib.suppress(NothingFitsError):
                 if lighter is not None:
                     return rank_in_best_order(lighter) if is_listed else rank(lighter)
-        largest = largest_of(job, FAMILIES, job.samples)
-        if largest is None:
+        best = largest_in_best_order(job, FAMILIES, job.samples, is_listed)
+        if best is None:
             raise
+        largest, *_ = best
         raise NothingFitsError(
             f"{error}; a batch of at most {largest.samples} samples fits, with {largest.row}: give --batch_size "
             f"{largest.samples}"

@@ -10,6 +10,7 @@ from rich.console import Console
 from cnnstrategies.commands.arguments.refuse import fail
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.device_order import largest_in_best_order
 from cnnstrategies.planning.device_report import plans_report
 from cnnstrategies.planning.largest_batch import Largest, largest_of
 from cnnstrategies.planning.rank import NothingFitsError, Ranking
@@ -28,7 +29,12 @@ STEPS = 2  # The optimizer's state is allocated in the first step, so the second
 
 
 def show_largest(
-    job: Job, families: Collection[str], most: int, configuration: "ModelAndData | None", write: Path | None
+    job: Job,
+    families: Collection[str],
+    most: int,
+    configuration: "ModelAndData | None",
+    write: Path | None,
+    is_listed: bool = False,
 ) -> None:
     """Print the largest batch that fits into memory by prediction, and make two steps with it.
 
@@ -40,6 +46,7 @@ def show_largest(
         most: Number of training samples, which is the largest possible batch.
         configuration: The configuration; None if the network comes from a profile. Then no step is made.
         write: File for the configuration with the largest batch; None for no file.
+        is_listed: Whether the devices are listed with ``--have``, so that the ranks may use them in any order.
 
     Raises:
         ConfigurationError: No device has a known memory, or the steps fail for another reason than memory.
@@ -49,13 +56,14 @@ def show_largest(
         raise ConfigurationError(
             "largest_batch: the memory of the devices is not known; give it with --have or with --cluster"
         )
-    largest = largest_of(job, families, most)
-    if largest is None:
+    best = largest_in_best_order(job, families, most, is_listed)
+    if best is None:
         raise NothingFitsError(
             f"largest_batch: not even one sample for each of the {job.cluster.devices} devices fits with "
             f"{' or '.join(families)}: use devices with more memory, or another strategy"
         )
-    ranking = _ranking(job, largest)
+    largest, job, order = best
+    ranking = _ranking(job, largest, order)
     print(f"Largest batch by prediction: {largest.samples} samples in a step over all devices")
     if largest.samples == most and configuration is not None:
         print("No larger batch was tried, because these are all training samples")
@@ -75,7 +83,7 @@ def show_largest(
         tried = largest if fraction == 1 else largest_of(job, families, max(1, int(largest.samples * fraction)))
         if tried is None:
             break
-        ranking = _ranking(job, tried)
+        ranking = _ranking(job, tried, order)
         content, lines = planned(ranking, tried.row, configuration)
         with temporary_folder("cnnstrategies_plan_") as folder:
             file = write or Path(folder) / "plan.yaml"
@@ -92,8 +100,8 @@ def show_largest(
     )
 
 
-def _ranking(job: Job, largest: Largest) -> Ranking:
-    return Ranking(replace(job, samples=largest.samples), (largest.row,), (), ())
+def _ranking(job: Job, largest: Largest, order: tuple[int, ...]) -> Ranking:
+    return Ranking(replace(job, samples=largest.samples), (largest.row,), (), (), order=order)
 
 
 def try_steps(folder: Path, configuration: Path) -> str | None:

@@ -29,7 +29,9 @@ from cnnstrategies.paramserver.private_directory import let_go, make_run_directo
 from cnnstrategies.runtime.failure_store import RankFailure
 from cnnstrategies.runtime.failure_watch import PATIENCE
 from cnnstrategies.runtime.helper_processes import end_helpers
+from cnnstrategies.runtime.host_memory import host_memory
 from cnnstrategies.runtime.memory_records import MemoryRecord, last_record
+from cnnstrategies.runtime.out_of_memory import Plan, plan_that_fits
 from cnnstrategies.runtime.processes import (
     cannot_be_sent,
     end_group_at_exit,
@@ -37,6 +39,7 @@ from cnnstrategies.runtime.processes import (
     failed_elsewhere,
     first_to_fail,
     forget_failure,
+    killed_beside,
     killed_rank,
     one_refusal,
     spawned_by_a_thread,
@@ -50,7 +53,7 @@ from cnnstrategies.strategies.failing import (
     remedy_for,
     report_from_ranks,
 )
-from cnnstrategies.strategies.predicted_memory import predicted_peaks
+from cnnstrategies.strategies.predicted_memory import predicted_memory
 
 
 @contextlib.contextmanager
@@ -130,6 +133,9 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
     launcher = trainer.strategy.launcher
     killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
     beside = _failed_beside(first, trainer) if isinstance(error, Exception) else None
+    is_first = first is None or first.rank == trainer.global_rank
+    if launcher is None and is_first and isinstance(error, Exception) and not _names_the_cause(error):
+        killed = killed_beside()
     silent = isinstance(error, Exception) and (beside is not None or not _reports_failure(error))
     code = 0
     if beside is not None:
@@ -203,6 +209,8 @@ class FirstToFail(FailTogether):
 
     _in_trainer = False
     _record: MemoryRecord | None = None
+    _plans: Sequence[Plan] = ()
+    _parameters = 0  # Bytes of this rank's parameters; see `predicted_peak`.
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -218,7 +226,8 @@ class FirstToFail(FailTogether):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._record = MemoryRecord(remedy_for(trainer), trainer.global_rank)
+        available = host_memory() // max(1, trainer.num_devices)
+        self._record = MemoryRecord(remedy_for(trainer), trainer.global_rank, available)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -229,9 +238,18 @@ class FirstToFail(FailTogether):
     def predicted_peak(self, trainer: Trainer) -> str:
         with contextlib.suppress(Exception):
             loader = trainer.train_dataloader
-            peaks = predicted_peaks(trainer, samples_of(loader, getattr(trainer, "datamodule", None)))
+            predicted = predicted_memory(trainer, samples_of(loader, getattr(trainer, "datamodule", None)))
+            peaks, self._plans = predicted.peaks, predicted.plans
+            self._parameters = peaks[trainer.global_rank].parameters if peaks else 0
             return str(peaks[trainer.global_rank]) if peaks else ""
         return ""
+
+    @override
+    def plan_that_fits(self, trainer: Trainer, held: int) -> str:
+        base = self._parameters
+        if trainer.strategy.root_device.type == "cpu" and self._record is not None:
+            base = self._record.base
+        return plan_that_fits(self._plans, trainer.global_rank, held - base)
 
     @override
     def close(self) -> None:

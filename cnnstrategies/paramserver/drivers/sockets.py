@@ -65,9 +65,12 @@ class Listener:
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
-# Largest number of unread messages that a server's socket keeps for each connection. All other messages stay in the
-# sender's queue, so that they do not fill the server's memory.
-WAITING_MESSAGES = 64
+# A server's socket keeps at most WAITING_BYTES of unread messages for each connection, but always WAITING_MESSAGES. All
+# other messages stay in the sender's queue, so that they do not fill the server's memory. WAITING_BYTES is more than
+# most workers send in a step, because libzmq 4.3.5 aborts the server in a rare case: the connection breaks while a
+# message waits for its place in the queue, and a heartbeat has arrived after this message
+# (https://github.com/zeromq/libzmq/issues/4364).
+WAITING_MESSAGES, WAITING_BYTES = 64, 1 << 28
 LINGER_MS = 500  # milliseconds for which a closed socket still sends its last messages
 # Time-out of the handshake in milliseconds, after which the process tries to connect again. The time-out is short,
 # because a server refuses a new member until the view with this member has reached the server. But the time-out is
@@ -100,7 +103,7 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
     router.copy_threshold = SMALL_BYTES
     router.linger = LINGER_MS
     router.setsockopt(zmq.MAXMSGSIZE, largest)
-    router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
+    router.setsockopt(zmq.RCVHWM, max(WAITING_MESSAGES, WAITING_BYTES // largest))
     router.setsockopt(zmq.SNDHWM, 0)  # no limit on queued messages, because a ROUTER drops messages above a limit
     secure(router, keys)
     router.setsockopt(zmq.USE_FD, listener.share())

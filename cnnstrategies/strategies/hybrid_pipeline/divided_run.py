@@ -35,6 +35,7 @@ from cnnstrategies.strategies.hybrid_pipeline.start_values import share_among_re
 from cnnstrategies.strategies.hybrid_pipeline.steps import UserSteps
 
 if TYPE_CHECKING:
+    from cnnstrategies.planning.lighter import LighterPlan
     from cnnstrategies.planning.memory import PeakMemory
 
 
@@ -175,7 +176,14 @@ class DividedRun:
 
     def predicted_peaks(self) -> "list[PeakMemory]":
         """Return the predicted peak memory of each rank; see `StrategyFacts`."""
-        by_stage, placement = self._chosen.layout.peaks, self.placed.runner.placement
+        return self._of_ranks(self._chosen.layout.peaks)
+
+    def lighter_plans(self) -> "list[LighterPlan]":
+        """Return plans that need less memory; see `StrategyFacts`."""
+        return [plan._replace(peaks=self._of_ranks(plan.peaks)) for plan in self._chosen.layout.lighter]
+
+    def _of_ranks(self, by_stage: "Sequence[PeakMemory]") -> "list[PeakMemory]":
+        placement = self.placed.runner.placement
         return [by_stage[placement.place(rank).stage] for rank in range(placement.world_size)] if by_stage else []
 
     def parameters_of_stages(self) -> list[int]:

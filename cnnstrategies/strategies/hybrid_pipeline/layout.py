@@ -30,6 +30,7 @@ from cnnstrategies.pipeline.timetable import (
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.lighter import LighterPlan, lighter_stages
 from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory, largest
@@ -57,6 +58,7 @@ class ChosenLayout:
         reason: Why the profile has chosen to compute activations again; None if it has not.
         planned: Whether the cuts are chosen by a profile, and so rank 0 has ``recut``.
         peaks: Predicted peak memory of a device, for each stage; empty without a profile.
+        lighter: Plans that need less memory, with their peaks for each stage; empty without a profile.
     """
 
     cuts: Sequence[str | int]
@@ -68,6 +70,7 @@ class ChosenLayout:
     planned: bool = False
     recut: Recutter | None = None
     peaks: tuple[PeakMemory, ...] = ()
+    lighter: tuple[LighterPlan, ...] = ()
 
     def panel_rows(self) -> list[tuple[str, str]]:
         """Return a row of the start panel if activations are computed again."""
@@ -233,18 +236,26 @@ class LayoutRequest:
                 ahead = predictor.runs_ahead(layout)
                 # Without a limit, as on a CPU, the first steps do not compute activations again.
                 saves_memory = device.type == "cuda" or self.memory_limit is not None
-                first = _in_first_steps(predictor.job, first_schedule, saves_memory) if first_schedule else None
-                peaks = [list(astuple(peak)) for peak in _peaks(predictor, layout, first)]
-                chosen = list(layout.cuts), ahead, checkpointing, reason, peaks
+
+                def peaks_of(predictor: Predictor, layout: Layout) -> list[list[int]]:
+                    first = _in_first_steps(predictor.job, first_schedule, saves_memory) if first_schedule else None
+                    return [list(astuple(peak)) for peak in _peaks(predictor, layout, first)]
+
+                peaks = peaks_of(predictor, layout)
+                lighter = [(words, peaks_of(of, other)) for words, of, other in lighter_stages(predictor, layout)]
+                chosen = list(layout.cuts), ahead, checkpointing, reason, peaks, lighter
                 recutter = partial(recut, predictor.job, layout)
             except ConfigurationError as error:
                 chosen = str(error)
         chosen = broadcast_value(chosen, 0, device)
         if isinstance(chosen, str):
             raise ConfigurationError(chosen)
-        cuts, run_ahead, checkpointing, reason, peaks = chosen
+        cuts, run_ahead, checkpointing, reason, peaks, lighter = chosen
         predicted = tuple(PeakMemory(*parts) for parts in peaks)
-        return ChosenLayout(cuts, replicas, microbatches, run_ahead, checkpointing, reason, True, recutter, predicted)
+        plans = tuple(LighterPlan(words, [PeakMemory(*parts) for parts in peaks]) for words, peaks in lighter)
+        return ChosenLayout(
+            cuts, replicas, microbatches, run_ahead, checkpointing, reason, True, recutter, predicted, plans
+        )
 
 
 def _in_first_steps(job: Job, schedule: Schedule, saves_memory: bool = True) -> Predictor:

@@ -41,18 +41,22 @@ class UserSteps:
         self._connections = connections
         self._has_trained = False  # Whether a training step has run.
 
-    def run(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
+    def run(
+        self, name: str, context: AbstractContextManager[Any], is_last: bool, args: Sequence[Any], kwargs: Any
+    ) -> Any:
         """Run a step of the module.
 
         Args:
             name: Name of the step's method.
             context: The precision's context for the step.
+            is_last: As in :meth:`backward`.
             args: Positional arguments of the step.
             kwargs: Keyword arguments of the step.
         """
         if name != "training_step":
             return self._run(name, context, nullcontext(), args, kwargs)
         is_first, self._has_trained = not self._has_trained, True
+        self._placed.window_ends, self._placed.calls = is_last and self._module.automatic_optimization, 0
         runner, declared = self._placed.runner, self._placed.declared
         if is_first:
             runner.usual = _usual_samples(self._module.trainer, runner.placement)

@@ -34,6 +34,7 @@ from cnnstrategies.strategies.hybrid_pipeline.start_values import broadcast_weig
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 
 if TYPE_CHECKING:
+    from cnnstrategies.planning.lighter import LighterPlan
     from cnnstrategies.planning.memory import PeakMemory
 
 
@@ -163,7 +164,7 @@ class HybridPipelineStrategy(PipelineStrategy):
 
     @after_the_lost_rank
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
-        return self._divided.steps.run(name, context, args, kwargs)
+        return self._divided.steps.run(name, context, not self._accumulates, args, kwargs)
 
     @override
     @after_the_lost_rank
@@ -247,6 +248,11 @@ class HybridPipelineStrategy(PipelineStrategy):
     @override
     def predicted_peaks(self) -> "Sequence[PeakMemory]":
         return self._divided.predicted_peaks()
+
+    @property
+    @override
+    def lighter_plans(self) -> "Sequence[LighterPlan]":
+        return self._divided.lighter_plans()
 
     @property
     @override

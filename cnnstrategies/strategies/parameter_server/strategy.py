@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
-from cnnstrategies.data.division import describe_loader, same_loaders
+from cnnstrategies.data.division import Row, is_divided
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
@@ -283,9 +283,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.alone or self.world_size == 1 or self.options.data_dispatch == "dynamic":
             return False
         if self._examined is None or self._examined[0] is not loader:
-            rows = list(self.gather(describe_loader(loader), "data of a loader").values())
-            self._examined = loader, not all(same_loaders(rows[0], row) for row in rows)
+            self._examined = loader, is_divided(loader, self.world_size, self._rows_of_loaders)
         return self._examined[1]
+
+    def _rows_of_loaders(self, row: Row) -> list[Row]:
+        return list(self.gather(row, "data of a loader").values())
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
