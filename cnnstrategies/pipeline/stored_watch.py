@@ -7,7 +7,7 @@ takes the values away after each microbatch.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
@@ -77,11 +77,9 @@ class StoredWatch:
         self._owner = owner
         self._network = owner if network is None else network
         self._records: list[_ModuleState] = []
-        # Modules whose attributes change between calls, and the contents, variables and tensors of the other modules.
-        self._changeable: list[_ModuleState] = []
-        self._contents: NotedContents | None = None
-        self._variables: list[WatchedVariables] = []
-        self._fixed_tensors: list[WatchedTensor] = []
+        self._changeable: list[_ModuleState] = []  # Modules whose attributes change between calls.
+        # What belongs to all other modules, and what belongs to the changeable ones in the current call.
+        self._fixed = self._others = _NotedRecords([])
         self._state = WatchState()
         self._tensors: WeakValueDictionary[int, WatchedTensor] = WeakValueDictionary()
         self._changing: set[tuple[Any, ...]] = set()  # Paths of tensors that forwards have changed in place.
@@ -91,12 +89,13 @@ class StoredWatch:
 
     def begin(self) -> "WatchState":
         """Note the current state, and return :attr:`state`. Later calls of :meth:`take` return to this state."""
-        if self._are_fixed():
-            for tensor in self._fixed_tensors:
+        if self._records and self._fixed.containers_hold:
+            for tensor in self._fixed.tensors:
                 tensor.refresh()
             changed = [record for record in self._changeable if record.refresh()]
             if any(record.is_divided for record in changed):
                 self._state = WatchState()
+            self._others = _NotedRecords(self._changeable)
             return self._state
         if not self._records or any(r.has_other_modules() or r.has_other_parameters() for r in self._records):
             self.modules = list(self._network.modules())
@@ -117,33 +116,17 @@ class StoredWatch:
             self._changeable += [r for r in self._records if id(r) not in known and r.has_changed()]
             for record in self._records:
                 record.refresh()
-        self._note_contents()
-        return self._state
-
-    def _note_contents(self) -> None:
-        """Note what :meth:`_are_fixed` compares."""
         changeable = {*map(id, self._changeable)}
-        records = [record for record in self._records if id(record) not in changeable]
-        containers = [container for record in records for container in record.containers]
-        self._variables = [container for container in containers if isinstance(container, WatchedVariables)]
-        self._fixed_tensors = [tensor for record in records for tensor in record.tensors]
+        fixed = [record for record in self._records if id(record) not in changeable]
         attributes = [vars(record.module) for record in self._records]
         tables = [of_module[name] for of_module in attributes for name in _TABLES]
-        content = [container.target for container in containers if isinstance(container, Container)]
-        self._contents = NotedContents([*content, *tables], [of_module["_parameters"] for of_module in attributes])
-        self._state = WatchState()
-
-    def _are_fixed(self) -> bool:
-        """Whether no module that has not changed so far has changed now, except the values of tensors."""
-        if self._contents is None or not self._contents.hold:
-            return False
-        return not any(variables.has_changed() for variables in self._variables)
+        self._fixed = _NotedRecords(fixed, tables, [of_module["_parameters"] for of_module in attributes])
+        self._others, self._state = _NotedRecords(self._changeable), WatchState()
+        return self._state
 
     def has_changed(self) -> bool:
         """Whether something has changed since :meth:`begin`."""
-        if not self._are_fixed() or any(record.has_changed() for record in self._changeable):
-            return True
-        return any(tensor.has_changed() for tensor in self._fixed_tensors)
+        return self._fixed.have_changed or self._others.have_changed
 
     @property
     def state(self) -> "WatchState":
@@ -172,7 +155,7 @@ class StoredWatch:
 
     def new_modules(self) -> str | None:
         """Return an error message if a forward has created modules or parameters since :meth:`begin`, or None."""
-        for record in () if self._are_fixed() else self._records:
+        for record in () if self._fixed.containers_hold else self._records:
             if record.has_other_modules() or record.has_other_parameters():
                 return (
                     f"the network's forward has created a submodule or parameter of {record.name or 'the module'} "
@@ -386,6 +369,41 @@ class _ModuleState:
         if self._has_class:
             search(type(self.module), (self.name, "class"), 0)
         del before  # Until here, the records of tensors that are still there were kept.
+
+
+class _NotedRecords:
+    """What belongs to some modules, for comparisons without a loop over the modules.
+
+    Args:
+        records: The states of the modules.
+        tables: Other dictionaries whose contents count.
+        sizes: Other dictionaries whose sizes count.
+
+    Attributes:
+        tensors: The modules' watched tensors.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[_ModuleState],
+        tables: Sequence[dict[Any, Any]] = (),
+        sizes: Sequence[dict[Any, Any]] = (),
+    ) -> None:
+        containers = [container for record in records for container in record.containers]
+        self._variables = [container for container in containers if isinstance(container, WatchedVariables)]
+        content = [container.target for container in containers if isinstance(container, Container)]
+        self._contents = NotedContents([*content, *tables], sizes)
+        self.tensors = [tensor for record in records for tensor in record.tensors]
+
+    @property
+    def containers_hold(self) -> bool:
+        """Whether the contents of containers, and the variables, are the noted ones."""
+        return self._contents.hold and not any(variables.has_changed() for variables in self._variables)
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether a container, a variable or a tensor has changed."""
+        return not self.containers_hold or any(tensor.has_changed() for tensor in self.tensors)
 
 
 def _hooks_of(module: nn.Module) -> list[Any]:
