@@ -11,7 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR
 
-from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE, communication_seconds, default_store, measure_every_step
+from cnnstrategies._torch_private import (
+    PARTS_OF_A_SCHEDULE,
+    communication_seconds,
+    default_store,
+    is_compiling,
+    measure_every_step,
+    parameters_in,
+)
+from cnnstrategies.placed.runner import Operations
 
 
 def step(rank, store):
@@ -56,3 +64,17 @@ def share(rank, port):
 
 def test_the_default_store_has_a_new_connection_for_each_caller():
     mp.start_processes(share, args=(free_port(),), nprocs=2, start_method="fork")
+
+
+def test_all_parameters_of_nested_and_shared_modules_are_listed():
+    shared = nn.Linear(2, 2)
+    module = nn.Sequential(shared, nn.Sequential(nn.BatchNorm1d(2), shared, nn.ParameterList([torch.ones(1)])))
+    module.register_parameter("own", nn.Parameter(torch.ones(2)))
+    module.register_parameter("none", None)
+    module.register_module("empty", None)
+    assert set(parameters_in(module)) == set(module.parameters())
+
+
+def test_the_rules_for_operations_run_without_torchs_wrapper():
+    assert not hasattr(Operations.__torch_dispatch__, "__wrapped__")
+    assert not is_compiling()

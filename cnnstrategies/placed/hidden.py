@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cnnstrategies._torch_private import not_intercepted
 from cnnstrategies.optimizer_trial import (
     attribute_with_tensors,
     draws_random_numbers,
@@ -22,7 +23,7 @@ from cnnstrategies.optimizer_trial import (
     values_of_all,
 )
 from cnnstrategies.placed.foreign import ForeignTensor
-from cnnstrategies.placed.optimizer_state import PlacedState
+from cnnstrategies.placed.optimizer_state import PlacedState, parameters_of
 from cnnstrategies.placed.places import Places
 
 
@@ -81,23 +82,29 @@ class HiddenGradients:
     def __init__(self, places: Places, optimizer: Optimizer) -> None:
         with places.local():
             self.hides = steps_separately(optimizer)
-        # Only classes of users read the loss, such as an optimizer whose rate depends on it.
-        self._may_read = self.hides and not is_elementwise(type(optimizer))
+        # Only classes of users read the loss, such as an optimizer whose rate depends on it. They may also replace the
+        # memory of parameters, gradients and state, by an assignment of a tensor.
+        self._is_users = not is_elementwise(type(optimizer))
         self._places = places
         self._state = PlacedState(places, self.hides)
         self._is_hiding = False
         self._hidden: list[tuple[ForeignTensor, Tensor]] = []
-        # This rank's parameters with a gradient, their places and their labels.
+        # This rank's parameters with a gradient, their places and, for a user's class, their labels.
         self._stepped: list[tuple[Tensor, tuple[int, ...], str]] = []
         self._before = optimizer.register_step_pre_hook(self._begin)
         self._after = optimizer.register_step_post_hook(self._end)
         self._loaded = _after_loading(optimizer, self._state.place_all)
         self._order = register_optimizer_step_pre_hook(_order_hooks(weakref.ref(optimizer), weakref.ref(self)))
+        self._attributes = vars(optimizer)
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            # torch's own code calls only functions that need no rules.
+            self._attributes["zero_grad"] = not_intercepted(optimizer.zero_grad)
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in (self._before, self._after, self._loaded, self._order):
             handle.remove()
+        self._attributes.pop("zero_grad", None)
 
     def order_hooks(self) -> None:
         """Let the hooks of this object run closest to the step, so that the hooks of users find all gradients."""
@@ -120,7 +127,7 @@ class HiddenGradients:
         def shown(*args: Any, **kwargs: Any) -> Any:
             self._show(optimizer)
             result = closure(*args, **kwargs)
-            if self._may_read and isinstance(result, Tensor):
+            if self.hides and self._is_users and isinstance(result, Tensor):
                 result = self._places.everywhere(result.detach(), "the loss")
             self._hide(optimizer)
             return result
@@ -135,12 +142,8 @@ class HiddenGradients:
     def _hide(self, optimizer: Optimizer) -> None:
         self._show(optimizer)  # The last step may have ended with an error.
         self._places.sums.settle()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        place_of = self._places.place_of
-        with self._places.local():
-            is_misplaced = any(map(self._places.is_misplaced, parameters))
-        if is_misplaced:
-            self._places.settle_gradients(parameters)
+        parameters, place_of = parameters_of(optimizer), self._places.place_of
+        self._places.settle_gradients(parameters)
         if not self.hides:
             return
         self._state.note_emptied(optimizer)
@@ -153,18 +156,21 @@ class HiddenGradients:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
             elif (place := place_of(parameter)) is not None:
-                self._stepped.append((parameter, place, self._places.label_of(parameter)))
+                label = self._places.label_of(parameter) if self._is_users else ""
+                self._stepped.append((parameter, place, label))
 
     def _show(self, optimizer: Optimizer) -> list[Tensor]:
         """Undo `_hide`. Return the parameters with a gradient that are not on all ranks."""
         if not self._is_hiding:
             return []
         for parameter, place, label in self._stepped:
-            # Some optimizers replace the storage, by an assignment to `data` or `grad`.
-            self._places.mark(parameter, place, label)
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                self._places.mark(parameter.grad, place)
-            self._state.mark(optimizer.state.get(parameter), place, label)
+            if self._is_users:
+                self._places.mark(parameter, place, label)
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    self._places.mark(parameter.grad, place)
+            elif self._state.is_described(parameter):
+                continue
+            self._state.mark(optimizer.state.get(parameter), place, label or self._places.label_of(parameter))
         for foreign, gradient in self._hidden:
             foreign.grad = gradient
         stepped = [*(parameter for parameter, _, _ in self._stepped), *(foreign for foreign, _ in self._hidden)]

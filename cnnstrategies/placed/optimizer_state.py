@@ -52,6 +52,10 @@ class PlacedState:
         for name, value in (state or {}).items():
             self._places.mark(value, place, f"{name} of {label}")
 
+    def is_described(self, parameter: Tensor) -> bool:
+        """Whether the state of a parameter has its place, and all ranks know the state."""
+        return id(parameter) in self._described and id(parameter) not in self._emptied
+
     def place_all(self, optimizer: Optimizer) -> None:
         """Place the state of all parameters, of which all ranks have copies, as after ``load_state_dict``."""
         with self._places.local():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -320,16 +319,17 @@ class Places:
             place = self.place_of(tensor)
             if place is not None:
                 placed.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
+        subjects = {place: self._subject(why, list(placed[place].values())) for place in sorted(placed)}
         copies: dict[int, Tensor] = {}
-        for place in sorted(placed):
-            read = list(placed[place].values())
-            subject = self._subject(why, read)
-            with self.local():
-                parcel = TensorParcel(read, self.devices)
-                packed = parcel.pack() if self.rank == place[0] else []
-                message = self._told(place, partial(parcel.for_message, packed), subject)
-                parts = parcel.share(packed or message, place[0])
-                copies |= zip(placed[place], parcel.unpack(parts), strict=True)
+        with self.local():
+            parcels = {place: TensorParcel(list(placed[place].values()), self.devices) for place in subjects}
+            packed = {place: parcels[place].pack() for place in subjects if place[0] == self.rank}
+            for place, parts in packed.items():  # Before this rank waits for other ranks.
+                self._send_to_others(parcels[place].for_message(parts), subjects[place])
+            for place, subject in subjects.items():
+                message = packed[place] if place in packed else self.messages.receive(place[0], subject)
+                shared = parcels[place].share(message, place[0])
+                copies |= zip(placed[place], parcels[place].unpack(shared), strict=True)
         return copies
 
     def at_exactly(self, tensor: Tensor, place: Place, why: str) -> Tensor:
@@ -376,9 +376,10 @@ class Places:
         """
         why = "gradients"
         misplaced: dict[Place, list[Tensor]] = {}
-        for tensor in tensors:
-            if self.is_misplaced(tensor):
-                misplaced.setdefault(self.place_of(tensor), []).append(tensor)
+        with without_functions():  # A function mode would intercept each access to an attribute of a tensor.
+            for tensor in tensors:
+                if self.is_misplaced(tensor):
+                    misplaced.setdefault(self.place_of(tensor), []).append(tensor)
         for place in sorted(misplaced, key=lambda place: place or ()):
             gradients = [tensor.grad for tensor in misplaced[place] if tensor.grad is not None]
             copies = self.all_everywhere(gradients, why) if place is None else self.bring_all(gradients, place, why)
@@ -398,19 +399,20 @@ class Places:
             why: First word of the message's subject.
             details: Description of the value.
         """
-        return self._told(place, make, self._subject(why, (), details))
-
-    def _told(self, place: tuple[int, ...], make: Callable[[], Any], subject: str) -> Any:
+        subject = self._subject(why, (), details)
         if self.rank != place[0]:
             with self.local():
                 return self.messages.receive(place[0], subject)
         value = make()
         with self.local():
             value = tree_map(as_plain, value)
-            for rank in range(self.world_size):
-                if rank != self.rank:
-                    self.messages.send(rank, subject, value)
+            self._send_to_others(value, subject)
         return value
+
+    def _send_to_others(self, value: Any, subject: str) -> None:
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                self.messages.send(rank, subject, value)
 
     def exchange(self, value: T, among: Sequence[int], why: str) -> list[T]:
         """Return the values of the given ranks, in their order. These ranks call this method, possibly alone."""

@@ -1,8 +1,9 @@
 """Operations on lists, such as those of an optimizer with ``foreach``: each index at the place of its own tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from cnnstrategies.placed.decision import Place, is_at
@@ -22,32 +23,40 @@ def run_rows(runner: "OperationRunner", func: Any, operation: Operation, args: A
     """
     places = runner.places
     rows = Rows(operation, args, kwargs)
-    destinations = [runner.place_for(operation, *rows.row(index)) for index in range(rows.count)]
-    rows.replace(_moved(runner, operation, rows, destinations))
-    shared = [tensor for tensor in rows.shared() if not _serves(places.place_of(tensor), destinations)]
+    destinations = rows.common_places(places.place_of)
+    if destinations is None:
+        destinations = [runner.place_for(operation, *rows.row(index)) for index in range(rows.count)]
+        rows.replace(_moved(runner, operation, rows, destinations))
+    distinct = set(destinations)
+    shared = [tensor for tensor in rows.shared() if not _serves(places.place_of(tensor), distinct)]
     if shared:
         rows.replace(places.all_everywhere(shared, operation.name))
     if operation.rule is Rule.FINITE:
         return _check_finite(runner, func, rows, destinations)
-    here = [index for index, place in enumerate(destinations) if place is None or places.rank in place]
+    local_places = {place for place in distinct if place is None or places.rank in place}
+    here = [index for index, place in enumerate(destinations) if place in local_places]
     results: list[Any] = [None] * rows.count
     if here:
         row_args, row_kwargs = rows.arguments(here)
         for index, result in zip(here, func(*row_args, **row_kwargs) or (), strict=False):
             results[index] = result
-        for index in here:
-            place = destinations[index]
-            if place is not None and results[index] is not None:
-                places.mark(results[index], place)
-    elsewhere = sorted(set(range(rows.count)) - set(here))
-    if elsewhere and operation.returns:
+    if not operation.returns:
+        return None
+    if operation.rule is Rule.NORMS and len(distinct) > 1:
+        return _shared_norms(runner, func, operation, rows, destinations, results)
+    for index in here:
+        place = destinations[index]
+        if place is not None:
+            places.mark(results[index], place)
+    elsewhere = [index for index, place in enumerate(destinations) if place not in local_places]
+    if elsewhere:
         row_args, row_kwargs = rows.arguments(elsewhere)
         for index, form in zip(elsewhere, runner.forms.of(func, row_args, row_kwargs), strict=True):
             place = destinations[index]
             assert place is not None
             device = rows.row(index)[0][0].device
             results[index] = ForeignTensor.create(places, form.shape, form.stride, form.dtype, device, place)
-    return results if operation.returns else None
+    return results
 
 
 class Rows:
@@ -55,6 +64,7 @@ class Rows:
 
     Attributes:
         count: Length of the lists.
+        first: The first list.
     """
 
     def __init__(self, operation: Operation, args: Any, kwargs: Any) -> None:
@@ -63,7 +73,16 @@ class Rows:
         # its parameter.
         written = [key for key in operation.written if key[1] != "grads"]
         self._written = {*(position for position, _ in written), *(name for _, name in written)}
-        self.count = len(args[0])
+        self.first: Sequence[Tensor] = args[0]
+        self.count = len(self.first)
+
+    def common_places(self, place_of: Callable[[Tensor], Place]) -> list[Place] | None:
+        """Return the place of each row; None if a row has tensors of several places."""
+        lists = [value for _, value in self._items() if self._is_list(value)]
+        first, *others = [
+            list(map(place_of, tensors)) for tensors in lists if all(isinstance(t, Tensor) for t in tensors)
+        ]
+        return first if all(other == first for other in others) else None
 
     def _is_list(self, value: Any) -> bool:
         return isinstance(value, (list, tuple)) and len(value) == self.count
@@ -104,7 +123,7 @@ class Rows:
         return [chosen(value) for value in self._args], {name: chosen(value) for name, value in self._kwargs.items()}
 
 
-def _serves(place: Place, destinations: Sequence[Place]) -> bool:
+def _serves(place: Place, destinations: Iterable[Place]) -> bool:
     """Whether a tensor of a place is on all ranks on which rows run."""
     return all(is_at(place, destination) for destination in destinations)
 
@@ -127,6 +146,44 @@ def _moved(
         else:
             copies |= runner.places.bring_all(tensors, destination, operation.name)
     return copies
+
+
+def _shared_norms(
+    runner: "OperationRunner",
+    func: Any,
+    operation: Operation,
+    rows: Rows,
+    destinations: Sequence[Place],
+    norms: list[Tensor],
+) -> list[Tensor]:
+    """Return the norms of all rows on all ranks, after one message from each place.
+
+    Args:
+        runner: The rules of this rank.
+        func: The operation.
+        operation: Facts about the operation.
+        rows: The operation's arguments.
+        destinations: Place of each row.
+        norms: The norms of the rows whose place includes this rank; None for other rows.
+    """
+    places = runner.places
+    groups: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[int]] = {}
+    for index, (place, tensor) in enumerate(zip(destinations, rows.first, strict=True)):
+        if place is not None:
+            groups.setdefault((place, tensor.dtype, tensor.device), []).append(index)
+    together: list[Tensor] = []
+    for (place, _, device), indices in groups.items():
+        if places.rank in place:
+            together.append(places.mark(torch.stack([norms[index] for index in indices]), place))
+        else:
+            row_args, row_kwargs = rows.arguments(indices[:1])
+            dtype = runner.forms.of(func, row_args, row_kwargs)[0].dtype
+            together.append(ForeignTensor.create(places, (len(indices),), (1,), dtype, device, place))
+    copies = places.all_everywhere(together, operation.name)
+    for tensor, indices in zip(together, groups.values(), strict=True):
+        for index, norm in zip(indices, copies[id(tensor)].unbind(), strict=True):
+            norms[index] = norm
+    return norms
 
 
 def _check_finite(runner: "OperationRunner", func: Any, rows: Rows, destinations: Sequence[Place]) -> None:

@@ -29,6 +29,7 @@ class Rule(Enum):
     )
     RESHAPES = "members run the operation; on other ranks the foreign operand gets the new shape and strides"
     ROWS = "the operation runs for each index of its lists at the place of the tensors with this index"
+    NORMS = "as ROWS, and all ranks get the results if the lists have tensors of several places"
     COLLECTIVE = "the group has one process, and the members copy the operands to the results"
     PACKED = "as COMPUTED, and all ranks compute the second result, which torch's layers read from memory"
     EVERYWHERE = "all ranks get the operands and run the operation, because all ranks have sparse tensors"
@@ -41,6 +42,7 @@ NAMES: Mapping[str, Rule] = {
     "aten::binomial": Rule.DRAWS_BY_VALUE,
     "aten::_standard_gamma": Rule.DRAWS_BY_VALUE,
     "aten::_sample_dirichlet": Rule.DRAWS_BY_VALUE,
+    "aten::_foreach_norm": Rule.NORMS,
     "aten::_amp_foreach_non_finite_check_and_unscale_": Rule.FINITE,
     "torchvision::nms": Rule.SHAPES,
     "aten::_pack_padded_sequence": Rule.PACKED,

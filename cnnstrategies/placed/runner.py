@@ -87,7 +87,7 @@ class OperationRunner:
         rule = operation.rule_for(args, kwargs)
         if rule is Rule.PACKED:
             return self._pack_sequences(func, *args)
-        if rule in (Rule.ROWS, Rule.FINITE):
+        if rule in (Rule.ROWS, Rule.NORMS, Rule.FINITE):
             return run_rows(self, func, operation, args, kwargs)
         if operation.name == "equal" and args[0].shape != args[1].shape:
             return False

@@ -41,15 +41,17 @@ def gradients_stay_where_they_were_computed(original, self, tensors, why=""):
 
 
 @replaces(
-    Places.bring_all,
+    Places.all_everywhere,
     killed_by=test_rules.test_a_program_gives_at_all_places_what_it_gives_on_one_device,
     program=test_rules.clipped,
 )
-def a_norm_of_all_gradients_counts_only_those_of_one_stage(original, self, tensors, ranks, why="bring"):
-    copies = original(self, tensors, ranks, why)
-    for copy in copies.values():
-        if why == "stack" and not isinstance(copy, ForeignTensor):
-            copy.zero_()
+def a_norm_of_all_gradients_counts_only_those_of_one_stage(original, self, tensors, why="read"):
+    tensors = list(tensors)
+    copies = original(self, tensors, why)
+    if why == "_foreach_norm":
+        for tensor in tensors:
+            if isinstance(tensor, ForeignTensor):
+                copies[id(tensor)].zero_()
     return copies
 
 

@@ -9,6 +9,7 @@ from placements import compare
 from torch import Tensor, nn
 from turns import on_ranks, outcomes
 
+from cnnstrategies.optimizer_trial import is_elementwise
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 
@@ -171,6 +172,33 @@ def test_an_optimizer_that_treats_each_parameter_by_itself_steps_as_on_one_devic
 def test_an_optimizer_that_mixes_parameters_sees_all_gradients() -> None:
     for name, make in OTHERS.items():
         check(name, make, False)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "AdamW": {"amsgrad": True},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+}
+
+
+def test_torchs_own_optimizers_keep_the_memory_of_parameters_gradients_and_state() -> None:
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and is_elementwise(kind)]
+    assert len(kinds) > 8
+    for kind in kinds:
+        for foreach in (True, False):
+            parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 0.5)
+            optimizer: Any = kind(parameters, lr=0.1, foreach=foreach, **OPTIONS.get(kind.__name__, {}))
+            known: list[Any] = []  # Memory that is not freed cannot be the memory of a new tensor.
+            for _ in range(4):
+                optimizer.step()
+                tensors = [*parameters, *(parameter.grad for parameter in parameters)]
+                tensors += [leaf for state in optimizer.state.values() for leaf in state.values()]
+                known.append([leaf.untyped_storage() for leaf in tensors if isinstance(leaf, Tensor)])
+            pointers = [[storage.data_ptr() for storage in storages] for storages in known]
+            assert all(row == pointers[0] for row in pointers), (kind, foreach)
 
 
 class Wrapping(torch.optim.Optimizer):

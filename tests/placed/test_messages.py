@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+from collections import Counter
 
 import lightning.pytorch
 import pytest
@@ -151,6 +152,28 @@ def test_operands_of_one_place_share_a_message():
         return sum(places.messages.counts.values())
 
     assert on_ranks(3, program) == [1, 0, 0]
+
+
+@pytest.mark.light
+def test_clipping_takes_a_message_of_each_rank_however_many_gradients_there_are(monkeypatch):
+    foreign, create = Counter(), ForeignTensor.create
+
+    def counted(places, *form, **options):
+        foreign[places.rank] += 1
+        return create(places, *form, **options)
+
+    def clipped(places, count):
+        parameters = [nn.Parameter(place_all(places, torch.ones(4), [(index % 2,)])) for index in range(count)]
+        for parameter in parameters:
+            parameter.grad = parameter.detach() * 2
+        messages = places.messages.counts.total()
+        foreign[places.rank] = 0
+        total = nn.utils.clip_grad_norm_(parameters, 1.0)
+        return places.messages.counts.total() - messages, foreign[places.rank], total.item()
+
+    monkeypatch.setattr(ForeignTensor, "create", staticmethod(counted))
+    assert on_ranks(2, lambda places: clipped(places, 4)) == [(1, 1, 8.0)] * 2
+    assert on_ranks(2, lambda places: clipped(places, 36)) == [(1, 1, 24.0)] * 2
 
 
 @pytest.mark.light

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
 from cnnstrategies._lightning_private import asks_of_sigterm
+from cnnstrategies._torch_private import not_intercepted
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
@@ -37,6 +39,8 @@ from cnnstrategies.strategies.hybrid_pipeline.steps import UserSteps
 if TYPE_CHECKING:
     from cnnstrategies.planning.lighter import LighterPlan
     from cnnstrategies.planning.memory import PeakMemory
+
+CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # Methods of Lightning's precision.
 
 
 class DividedRun:
@@ -127,6 +131,12 @@ class DividedRun:
         self._optimizers = optimizers
         for optimizer in optimizers:
             self._replaced.callback(hide_foreign_gradients(self._places, optimizer).remove)
+        precision = self._module.trainer.precision_plugin
+        for name in CLIPPING:
+            if getattr(type(precision), name) is getattr(Precision, name):
+                # Lightning's own code calls only functions that need no rules.
+                vars(precision)[name] = not_intercepted(getattr(precision, name))
+                self._replaced.callback(vars(precision).pop, name, None)
 
     def begin(self, gather: GatherRows) -> None:
         """Let all ranks follow the rules for placed tensors, from now on and with equal random numbers.

@@ -9,6 +9,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cnnstrategies._torch_private import parameters_in
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
@@ -104,7 +105,7 @@ class UserSteps:
         loss = precision.pre_backward(loss, self._module)
         with self._connections.one_process():
             precision.backward(loss, self._module, optimizer, *args, **kwargs)
-        self._connections.places.settle_gradients(self._module.parameters())
+        self._connections.places.settle_gradients(parameters_in(self._module))
         if is_last:
             self._values.finish_gradients()
         return precision.post_backward(loss, self._module)
