@@ -181,6 +181,9 @@ class ServerProcess:
                     pass  # Parameters were added to the optimizer, so the server begins again without values.
         except RunEnded as ended:
             if not ended.clean:
+                if membership.participant.unheard and self.starter is not None:
+                    # No other process knows this reason. The supervision only sees that this process has ended.
+                    print(f"server {self.address.id} ends: {ended}", file=sys.stderr, flush=True)
                 raise
         except Exception as error:
             # Report the failure here, because there may be no supervision process that reports it. A server that leaves

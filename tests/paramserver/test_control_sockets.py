@@ -215,6 +215,16 @@ def test_a_termination_signal_to_a_server_stops_the_run(early: bool, tmp_path: P
         assert server.poll() is None
 
 
+def test_a_server_that_does_not_hear_its_coordinator_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The supervision, and the workers after it, name only the server's exit code."""
+    place = Address(f"ipc://{tmp_path}/nobody", "server", 0, heartbeat=0.1, timeout=1.0, appear=0.2)
+    server = start(ServerProcess(place, f"ipc://{tmp_path}/server", starter=os.getpid()), "fork")
+    until(lambda: server.poll() is not None)
+    assert server.poll() == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"server 0 ends: the coordinator at {place.coordinator} was silent for 0.2 s: start the run")
+
+
 def test_a_long_wait_in_a_collective_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,8 @@ def draw_for_servers(chance, start):
         options |= {"data_dispatch": chance.choice(["static", "dynamic"])}
     victim = chance.choice(["worker 0", "worker 1", "worker 1", "server 0", f"server {servers - 1}", "coordinator"])
     how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+    if victim == "coordinator" and options["max_restarts"]:
+        options["timeout"] = 20  # The other processes wait this long for the next coordinator to start.
     processes = ["coordinator", *(f"server {n}" for n in range(servers)), "worker 0", "worker 1"]
     return Fault("parameter_server", start, options, processes, victim, how, chance.uniform(0, LATEST))
 

@@ -38,6 +38,7 @@ class Participant:
         figures: Function that returns this process's figures; see :func:`.status.figures_of`.
         losses: Number of processes that the run has lost, according to the coordinator's last message.
         heard: Time of the coordinator's last message.
+        unheard: Whether this role has ended because the coordinator was silent for too long.
     """
 
     def __init__(self, address: Address, process: int, hello: Mapping[str, Any]) -> None:
@@ -52,6 +53,7 @@ class Participant:
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.losses = 0
         self.heard = self._next_beat = 0.0
+        self.unheard = False
         self._sequence = 0
         self._taken_chunks: dict[int, int] = {}
 
@@ -96,6 +98,7 @@ class Participant:
             return self._end(LEFT_UNHEARD, clean=True)
         patience = self._address.timeout if self.view is not None else self._address.appear
         if now - self.heard > patience:
+            self.unheard = True
             cause = "it died, or the connection to it is cut"
             if self.view is None:
                 cause = (
