@@ -309,6 +309,14 @@ def tensor_without_storage(
     )
 
 
+def tracked_views() -> Any:
+    """Return an entered context in which autograd repeats the operations of a view after a write, if it needs the view.
+
+    Otherwise autograd creates the view from the strides and the offset of a storage, which not each tensor has.
+    """
+    return torch.autograd.grad_mode._force_original_view_tracking(True)
+
+
 def allow_in_lists(cls: type[Tensor]) -> None:
     """Make optimizers and `clip_grad_norm_` process a class's instances in lists, as they process plain tensors."""
     for types in (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types):

@@ -12,6 +12,7 @@ from conftest import ROOT
 
 PREFIX = Path(sys.prefix)
 TREE = ("cli.py", "cnnstrategies", "configs", "Makefile", "pyproject.toml", "constraints.txt")
+FEW = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=2"]
 
 
 def commands():
@@ -43,6 +44,6 @@ def test_the_readmes_commands_work():
     rest = [shlex.split(line) for line in lines[2:] if line != "source .venv/bin/activate"]
     assert len(rest) == 6
     for name, *words in rest:
-        epochs = ["--trainer.max_epochs", "1"] if "fit" in words else []
-        run(sys.executable, str(PREFIX / "bin" / name), *words, *epochs)
+        few = FEW if "fit" in words else []
+        run(sys.executable, str(PREFIX / "bin" / name), *words, *few)
     assert len(Path("runs/quickstart").glob("*/predictions.csv").__next__().read_text().splitlines()) == 360

@@ -19,7 +19,7 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.checks import watch_gradients
-from cnnstrategies.strategies.parameter_server.observer_hooks import gradient_observers, weight_observers
+from cnnstrategies.strategies.parameter_server.observer_hooks import gradient_observers, later_readers, weight_observers
 from cnnstrategies.verifying import verify
 
 SAMPLES, STEPS = 32, 4
@@ -364,3 +364,5 @@ def test_hooks_of_known_callbacks_are_ignored_and_all_others_are_named() -> None
     ]  # fmt: skip
     assert "Hooks.on_train_batch_end" in weight_observers(Hooks(), [])
     assert gradient_observers(SecondSteps(), []) == ["SecondSteps.optimizer_step"]
+    assert later_readers(Norms(), known) == ["Norms.on_before_zero_grad", "Norms.on_train_batch_end"]
+    assert later_readers(Hooks(), [Scaled()]) == []

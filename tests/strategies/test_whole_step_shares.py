@@ -203,7 +203,7 @@ class SlowStage(Callback):
 @pytest.mark.cluster
 def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again() -> None:
     data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
-    common: dict[str, Any] = {"data": data, "max_epochs": 3, "limit_train_batches": 17, "limit_val_batches": 0}
+    common: dict[str, Any] = {"data": data, "max_epochs": 2, "limit_train_batches": 17, "limit_val_batches": 0}
     common["network"] = lambda: PlainCNN().double()
 
     def run(name: str, *more: Any, **options: Any) -> Any:

@@ -39,7 +39,12 @@ from cnnstrategies.strategies.parameter_server.checks import (
 )
 from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler, enabled_scaler
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
-from cnnstrategies.strategies.parameter_server.observer_hooks import HookContexts, gradient_observers, weight_observers
+from cnnstrategies.strategies.parameter_server.observer_hooks import (
+    HookContexts,
+    gradient_observers,
+    later_readers,
+    weight_observers,
+)
 from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
     ParameterServerOptions,
@@ -614,6 +619,13 @@ class ParameterServerStrategy(CoordinatedStrategy):
         sees = gradient_observers(self.module, self.callbacks)
         accumulated = self.trainer.accumulate_grad_batches
         lines = self.options.differences(self.module, self.world_size, batch_size, accumulated, sees)
+        later = (
+            later_readers(self.module, self.callbacks) if self.world_size > 1 and self.options.mode != "local" else []
+        )
+        if later:
+            lines.append(
+                f"{', '.join(later)} reads the gradients of one worker's images, not the mean over the workers"
+            )
         separate = self.world_size > 1 and (self.options.mode == "local" or not self.options.aggregates)
         if separate and enabled_scaler(self.precision_plugin) is not None:
             lines.append("each worker has its own loss scale, and skips steps on its own")

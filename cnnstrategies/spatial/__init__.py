@@ -1,0 +1,25 @@
+"""Tensors of which each rank has some rows, while every rank runs the same program.
+
+An image is divided along its height, or another dimension. The program sees tensors of the shape of the whole image,
+and gets the values, gradients and statistics of the whole image. Each operation computes the rows of each rank: a
+convolution first fetches the rows at the edges from the neighbours. `rules.py` is the table of operations, and an
+operation that is not in the table gathers all rows, which is recorded.
+
+The package needs only torch, so a script without Lightning can use it. ::
+
+    with Parts(GroupLink(group)) as parts:
+        images, targets = parts.scatter(images, axis=-2), parts.scatter(targets, axis=-2)
+        loss = criterion(network(images), targets)
+        loss.backward()
+
+The files are: `layout` (which rank has which rows), `link` (messages between ranks), `parts` (rows are fetched from
+other ranks, and values for them are given back), `rows_tensor` (the tensor), `runner` (operations), `copied_views`
+(parts across rows, which are views on one device), `rules` (the table of rules), and the rules themselves:
+`convolutions`, `draws`, `losses`, `matrices`, `norms`, `pointwise`, `pooling`, `reductions`, `resampling` and `views`.
+"""
+
+from cnnstrategies.spatial.link import GroupLink, Link
+from cnnstrategies.spatial.parts import Gathers, Parts
+from cnnstrategies.spatial.rows_tensor import RowsTensor
+
+__all__ = ["Gathers", "GroupLink", "Link", "Parts", "RowsTensor"]

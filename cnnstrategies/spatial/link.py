@@ -1,0 +1,60 @@
+"""Messages between the ranks that have parts of the same images."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# Backends do not reduce these dtypes, or reduce them with large errors.
+_REDUCED_AS = {torch.bool: torch.uint8, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Link(Protocol):
+    """Connection of a rank to all ranks. All ranks call the methods in the same order.
+
+    Attributes:
+        rank: This rank.
+        count: Number of ranks.
+    """
+
+    rank: int
+    count: int
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send contiguous tensors to ranks, and receive into contiguous tensors from ranks."""
+
+    def reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """Return the sum, maximum or minimum of a tensor over the ranks."""
+
+
+class GroupLink:
+    """Connection over a process group of torch, such as gloo or NCCL.
+
+    Nothing is posted before it is needed, because NCCL would let a GPU wait for it.
+
+    Args:
+        group: The process group of the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.count = group.rank(), group.size()
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send contiguous tensors to ranks, and receive into contiguous tensors from ranks."""
+        posted = [
+            dist.P2POp(function, tensor.reshape(-1).view(torch.uint8), group=self._group, group_peer=peer)
+            for function, tensors in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in tensors.items()
+        ]
+        for work in dist.batch_isend_irecv(posted) if posted else ():
+            work.wait()
+
+    def reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """Return the sum, maximum or minimum of a tensor over the ranks."""
+        total = tensor.to(_REDUCED_AS.get(tensor.dtype, tensor.dtype), copy=True).contiguous()
+        dist.all_reduce(total, OPERATIONS[operation], group=self._group)
+        return total.to(tensor.dtype)

@@ -1,0 +1,291 @@
+"""The parts of tensors on all ranks: rows are handed out, fetched from other ranks, and gathered."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cnnstrategies._torch_private import tracked_views
+from cnnstrategies.placed.call_site import call_site
+from cnnstrategies.spatial.layout import Bounds, Layout, bounds, scaled
+from cnnstrategies.spatial.link import Link
+from cnnstrategies.spatial.rows_tensor import RowsTensor, local_shape, memory_format_of
+from cnnstrategies.spatial.runner import run
+
+# Dtypes of tensors that a rank hands out, which has a number in the message about the tensor's form.
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.bool,
+)  # fmt: skip
+_MOST_DIMENSIONS = 8
+
+
+@dataclass
+class Gathers:
+    """Gathers of one operation at one line of the program.
+
+    Attributes:
+        calls: Number of operations.
+        received_bytes: Bytes that this rank has received for them.
+    """
+
+    calls: int = 0
+    received_bytes: int = 0
+
+
+class Parts:
+    """One rank's rules for divided tensors, and its messages to the other ranks.
+
+    All ranks run the same program with equal values and equal random number generators. ::
+
+        with Parts(GroupLink(group)) as parts:
+            images = parts.scatter(images, axis=-2)    # Every rank has all images, and keeps its own rows.
+            loss = criterion(network(images), parts.scatter(targets, axis=-2))
+            loss.backward()                            # Parameters get the gradients of the whole images.
+
+    Args:
+        link: Connection to the other ranks.
+
+    Attributes:
+        rank: This rank.
+        count: Number of ranks.
+        gathers: By operation and line of the program, what was gathered because there is not a rule for the operation.
+        sent_bytes: Bytes that this rank has sent to other ranks, apart from sums.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.rank, self.count = link.rank, link.count
+        self.gathers: defaultdict[tuple[str, str], Gathers] = defaultdict(Gathers)
+        self.sent_bytes = 0
+        self._tracking: list[Any] = []
+
+    def __enter__(self) -> "Parts":
+        """Let autograd repeat views of divided tensors that the program writes, instead of using their strides."""
+        self._tracking.append(tracked_views())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let autograd do as before."""
+        self._tracking.pop().__exit__(None, None, None)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation by the rules."""
+        return run(self, func, args, kwargs)
+
+    def bounds(self, size: int) -> Bounds:
+        """Return the rows of each rank."""
+        return bounds(size, self.count)
+
+    def own(self, size: int) -> int:
+        """Return the number of this rank's rows."""
+        low, high = bounds(size, self.count)[self.rank]
+        return high - low
+
+    # Tensors of the program.
+
+    def scatter(self, whole: Tensor, axis: int) -> RowsTensor:
+        """Return a divided tensor. Every rank has the whole tensor.
+
+        Args:
+            whole: The tensor.
+            axis: The dimension that is divided.
+        """
+        axis %= whole.dim()
+        layout = Layout(axis, whole.shape[axis])
+        return RowsTensor.create(
+            self, self.take(whole, layout).contiguous(memory_format=memory_format_of(whole)), layout
+        )
+
+    def hand_out(self, whole: Tensor | None, axis: int, source: int, device: torch.device) -> RowsTensor:
+        """Return a divided tensor that only one rank has. The rank sends each rank its rows.
+
+        Args:
+            whole: The tensor on the rank that has it.
+            axis: The dimension that is divided.
+            source: The rank that has the tensor.
+            device: Device of the rows.
+        """
+        form = torch.zeros(_MOST_DIMENSIONS + 3, dtype=torch.int64)
+        if self.rank == source:
+            assert whole is not None
+            is_channels_last = memory_format_of(whole) is not torch.contiguous_format
+            values = (_DTYPES.index(whole.dtype), is_channels_last, whole.dim(), *whole.shape)
+            form[: len(values)] = torch.tensor(values)
+        kind, is_channels_last, dimensions, *shape = self.reduce(form.to(device)).tolist()
+        shape, axis = shape[:dimensions], axis % dimensions
+        layout = Layout(axis, shape[axis])
+        memory_format = torch.contiguous_format
+        if is_channels_last:
+            memory_format = torch.channels_last if dimensions == 4 else torch.channels_last_3d
+        rows = torch.empty(
+            local_shape(shape, layout, self.own(layout.size)),
+            dtype=_DTYPES[kind], device=device, memory_format=memory_format,
+        )  # fmt: skip
+        # The rows are sent as they are in memory, where the dimensions may be in another order.
+        sends = {}
+        if self.rank == source:
+            assert whole is not None
+            for peer, (low, high) in enumerate(self.bounds(layout.size)):
+                piece = whole.narrow(axis, low, high - low).to(device).contiguous(memory_format=memory_format)
+                if peer == self.rank:
+                    rows.copy_(piece)
+                else:
+                    sends[peer] = in_memory_order(piece)
+        self._exchange(sends, {source: in_memory_order(rows)} if self.rank != source else {})
+        return RowsTensor.create(self, rows, layout)
+
+    def gather(self, tensor: Tensor, why: str) -> Tensor:
+        """Return a tensor with all rows on all ranks, and record the operation that needs them."""
+        if not isinstance(tensor, RowsTensor):
+            return tensor
+        if tensor.row_layout is None:
+            return tensor.rows
+        layout = tensor.row_layout
+        whole = self._gathered(tensor.rows, layout)
+        record = self.gathers[why, call_site()]
+        record.calls += 1
+        record.received_bytes += whole.nbytes - tensor.rows.nbytes
+        return whole.contiguous(memory_format=memory_format_of(tensor))
+
+    def plain_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Give plain gradients to parameters whose gradients are divided, such as those of position embeddings."""
+        for parameter in parameters:
+            if isinstance(parameter.grad, RowsTensor):
+                parameter.grad = self.gather(parameter.grad, "the gradient of a parameter")
+
+    # Parts of tensors, for the rules.
+
+    def take(self, whole: Tensor, layout: Layout) -> Tensor:
+        """Return this rank's part of a tensor that all ranks have."""
+        low, high = self.bounds(layout.size)[self.rank]
+        if layout.outer == 1:
+            return whole.narrow(layout.axis, low * layout.inner, (high - low) * layout.inner)
+        blocks = whole.reshape(_unflattened(whole, layout, layout.size))
+        return blocks.narrow(layout.axis + 1, low, high - low).flatten(layout.axis, layout.axis + 2)
+
+    def part(self, tensor: Tensor, layout: Layout, why: str = "another layout") -> Tensor:
+        """Return this rank's part of a tensor, which is plain or divided in any way."""
+        if not isinstance(tensor, RowsTensor) or tensor.row_layout is None:
+            return self.take(tensor.rows if isinstance(tensor, RowsTensor) else tensor, layout)
+        present = tensor.row_layout
+        if present == layout:
+            return tensor.rows
+        if present.axis == layout.axis and present.outer == layout.outer == 1:
+            held, wanted = self.bounds(present.size), self.bounds(layout.size)
+            return self.fetch(tensor.rows, layout.axis, scaled(held, present.inner), scaled(wanted, layout.inner))
+        return self.take(self.gather(tensor, why), layout)
+
+    def fetch(self, rows: Tensor, axis: int, held: Bounds, wanted: Bounds, fill: float = 0) -> Tensor:
+        """Return the rows that this rank wants, which it gets from the ranks that have them.
+
+        Args:
+            rows: This rank's rows.
+            axis: Dimension of the rows.
+            held: The rows that each rank has.
+            wanted: The rows that each rank wants. Rows that no rank has are filled.
+            fill: Value of these rows.
+        """
+        (start, end), (low, high) = held[self.rank], wanted[self.rank]
+        sends, receives = {}, {}
+        for peer in range(self.count):
+            if peer != self.rank:
+                first, last = _overlap(held[self.rank], wanted[peer])
+                if first < last:
+                    sends[peer] = rows.narrow(axis, first - start, last - first).contiguous()
+                first, last = _overlap(held[peer], wanted[self.rank])
+                if first < last:
+                    receives[peer] = rows.new_empty(_with_length(rows, axis, last - first))
+        self._exchange(sends, receives)
+        first, last = _overlap(held[self.rank], wanted[self.rank])
+        if first >= last:
+            first = last = start
+        elif (first, last) == (low, high):
+            return rows.narrow(axis, low - start, high - low) if (low, high) != (start, end) else rows
+        pieces = {self.rank: rows.narrow(axis, first - start, last - first), **receives}
+        present = [(max(held[peer][0], low), pieces[peer]) for peer in sorted(pieces) if pieces[peer].shape[axis]]
+        blocks, reached = [], low
+        for position, piece in [*present, (high, None)]:
+            if position > reached:
+                blocks.append(rows.new_full(_with_length(rows, axis, position - reached), fill))
+            if piece is not None:
+                blocks.append(piece)
+                reached = position + piece.shape[axis]
+        # Messages have the order of the dimensions, so blocks may differ from the rows in their order in memory.
+        memory_format = memory_format_of(rows)
+        blocks = [block.contiguous(memory_format=memory_format) for block in blocks]
+        return torch.cat(blocks, axis) if blocks else rows.narrow(axis, 0, 0)
+
+    def give_back(self, values: Tensor, axis: int, held: Bounds, wanted: Bounds) -> Tensor:
+        """Return the sums of values for this rank's rows, which several ranks have computed. Adjoint of :meth:`fetch`.
+
+        Args:
+            values: Values for the rows that this rank has wanted.
+            axis: Dimension of the rows.
+            held: The rows that each rank has.
+            wanted: The rows for which each rank has values. Values for rows that no rank has are dropped.
+        """
+        (start, end), (low, _) = held[self.rank], wanted[self.rank]
+        sends, receives = {}, {}
+        for peer in range(self.count):
+            if peer != self.rank:
+                first, last = _overlap(held[peer], wanted[self.rank])
+                if first < last:
+                    sends[peer] = values.narrow(axis, first - low, last - first).contiguous()
+                first, last = _overlap(held[self.rank], wanted[peer])
+                if first < last:
+                    receives[peer] = values.new_empty(_with_length(values, axis, last - first))
+        self._exchange(sends, receives)
+        first, last = _overlap(held[self.rank], wanted[self.rank])
+        if (first, last) == (start, end) and first < last:
+            total = values.narrow(axis, first - low, last - first)
+            total = total.contiguous(memory_format=memory_format_of(values))
+        else:
+            total = values.new_zeros(_with_length(values, axis, end - start))
+            if first < last:
+                total.narrow(axis, first - start, last - first).copy_(values.narrow(axis, first - low, last - first))
+        for peer in sorted(receives):
+            first, last = _overlap(held[self.rank], wanted[peer])
+            total.narrow(axis, first - start, last - first).add_(receives[peer])
+        return total
+
+    def reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
+        """Return the sum, maximum or minimum of a tensor over the ranks."""
+        return self._link.reduce(tensor, operation) if self.count > 1 else tensor
+
+    def _gathered(self, rows: Tensor, layout: Layout) -> Tensor:
+        axis, size = layout.axis, layout.size
+        if layout.outer > 1:
+            blocks = rows.reshape(_unflattened(rows, layout, self.own(size)))
+            return self._gathered(blocks, Layout(axis + 1, size)).flatten(axis, axis + 2)
+        held = scaled(self.bounds(size), layout.inner)
+        return self.fetch(rows, axis, held, ((0, size * layout.inner),) * self.count)
+
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        self.sent_bytes += sum(tensor.nbytes for tensor in sends.values())
+        self._link.exchange(sends, receives)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a contiguous view of a dense tensor, with its elements in the order in which they are in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _overlap(range_: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(range_[0], other[0]), min(range_[1], other[1])
+
+
+def _unflattened(tensor: Tensor, layout: Layout, rows: int) -> list[int]:
+    """Return the shape in which the divided dimension is split into three, of which the second contains the rows."""
+    shape = list(tensor.shape)
+    shape[layout.axis : layout.axis + 1] = [layout.outer, rows, layout.inner]
+    return shape
+
+
+def _with_length(tensor: Tensor, axis: int, length: int) -> list[int]:
+    shape = list(tensor.shape)
+    shape[axis] = length
+    return shape

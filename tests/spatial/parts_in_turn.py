@@ -1,0 +1,47 @@
+"""Ranks of divided tensors as threads of one process, of which one runs at a time; see `turns.py`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from turns import MemoryLink, Turns
+
+from cnnstrategies.spatial import Parts
+
+
+class TensorLink:
+    """A rank's messages to the other threads."""
+
+    def __init__(self, link: Any, rank: int, count: int) -> None:
+        self._link, self.rank, self.count = link, rank, count
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        for peer, tensor in sends.items():
+            assert tensor.is_contiguous()
+            self._link.send(peer, tensor.clone())
+        for peer, tensor in receives.items():
+            received = self._link.receive(peer)
+            assert (received.shape, received.dtype) == (tensor.shape, tensor.dtype)
+            tensor.copy_(received)
+
+    def reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        for peer in range(self.count):
+            if peer != self.rank:
+                self._link.send(peer, tensor.clone())
+        tensors = [tensor if peer == self.rank else self._link.receive(peer) for peer in range(self.count)]
+        stacked = torch.stack(tensors)
+        return stacked.sum(0, dtype=tensor.dtype) if operation == "sum" else getattr(stacked, f"a{operation}")(0)
+
+
+def on_parts(count: int, function: Callable[[Parts], Any]) -> list[Any]:
+    """Return the results of ``function(parts)`` on each rank. Raise a rank's error."""
+
+    def main(rank: int, link: MemoryLink) -> Any:
+        with Parts(TensorLink(link, rank, count)) as parts:
+            return function(parts)
+
+    results, errors = Turns(count).run(main)
+    for error in sorted(filter(None, errors), key=lambda error: type(error).__name__ == "LinkError"):
+        raise error
+    return results
