@@ -417,8 +417,8 @@ def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[
             if not _can_replace(option, first):
                 raise ConfigurationError(
                     f"step {step}: the servers cannot use {name}={values[name]} in parameter group {number} (at the "
-                    f"start: {first}), because hyperparameters can only change to finite numbers: check the schedule "
-                    f"of {name}"
+                    f"start: {first}), because a hyperparameter keeps its type, and numbers must be finite: check the "
+                    f"schedule of {name}, or use `mode: local` or strategy ddp if the optimizer's own step changes it"
                 )
 
 

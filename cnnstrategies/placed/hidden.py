@@ -95,16 +95,17 @@ class HiddenGradients:
         self._after = optimizer.register_step_post_hook(self._end)
         self._loaded = _after_loading(optimizer, self._state.place_all)
         self._order = register_optimizer_step_pre_hook(_order_hooks(weakref.ref(optimizer), weakref.ref(self)))
-        self._attributes = vars(optimizer)
-        if type(optimizer).zero_grad is Optimizer.zero_grad:
+        self._attributes, self._zero_grad = vars(optimizer), not_intercepted(optimizer.zero_grad)
+        if getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
             # torch's own code calls only functions that need no rules.
-            self._attributes["zero_grad"] = not_intercepted(optimizer.zero_grad)
+            self._attributes["zero_grad"] = self._zero_grad
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in (self._before, self._after, self._loaded, self._order):
             handle.remove()
-        self._attributes.pop("zero_grad", None)
+        if self._attributes.get("zero_grad") is self._zero_grad:  # The user's code may have put another one there.
+            del self._attributes["zero_grad"]
 
     def order_hooks(self) -> None:
         """Let the hooks of this object run closest to the step, so that the hooks of users find all gradients."""

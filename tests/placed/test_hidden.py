@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,6 +200,21 @@ def test_torchs_own_optimizers_keep_the_memory_of_parameters_gradients_and_state
                 known.append([leaf.untyped_storage() for leaf in tensors if isinstance(leaf, Tensor)])
             pointers = [[storage.data_ptr() for storage in storages] for storages in known]
             assert all(row == pointers[0] for row in pointers), (kind, foreach)
+
+
+def test_a_users_own_zero_grad_stays() -> None:
+    def on_rank(places: Places) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+        hide_foreign_gradients(places, optimizer).remove()
+        assert "zero_grad" not in vars(optimizer)
+        users: Any = partial(optimizer.zero_grad, set_to_none=False)
+        optimizer.zero_grad = users  # type: ignore[method-assign]
+        hidden = hide_foreign_gradients(places, optimizer)
+        assert optimizer.zero_grad is users
+        hidden.remove()
+        assert optimizer.zero_grad is users
+
+    on_ranks(1, on_rank)
 
 
 class Wrapping(torch.optim.Optimizer):

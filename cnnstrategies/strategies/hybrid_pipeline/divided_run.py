@@ -133,7 +133,7 @@ class DividedRun:
             self._replaced.callback(hide_foreign_gradients(self._places, optimizer).remove)
         precision = self._module.trainer.precision_plugin
         for name in CLIPPING:
-            if getattr(type(precision), name) is getattr(Precision, name):
+            if getattr(getattr(precision, name), "__func__", None) is getattr(Precision, name):
                 # Lightning's own code calls only functions that need no rules.
                 vars(precision)[name] = not_intercepted(getattr(precision, name))
                 self._replaced.callback(vars(precision).pop, name, None)
