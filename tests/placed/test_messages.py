@@ -250,7 +250,8 @@ def over_gloo():
         before = byte_tensors()
         for _ in range(20):
             small.sum().item(), large.sum().item()
-        assert byte_tensors() <= before, "messages that have been sent are kept"
+        # The last message of each rank may not have been acknowledged.
+        assert byte_tensors() <= before + 2, "messages that have been sent are kept"
         if rank == 0:  # Rank 1 ends its training instead.
             with pytest.raises(
                 DivergedError, match=r"rank 1, which should send tolist .* test_messages.py:\d+: rank 1 has ended"
