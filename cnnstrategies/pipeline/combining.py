@@ -1,6 +1,6 @@
 """Combine what the microbatches' forwards have stored into what one forward of the whole batch would have stored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from cnnstrategies.pipeline.watched import StoredKey
 #   sum: sum of the parts' values
 #   rows: the parts' rows, concatenated
 RuleKind = Literal["same", "mean", "sum", "rows"]
-PIECE = 2**20  # Number of elements that are compared at once.
+PIECE = 2**15  # Number of elements that are compared at once. The comparison holds several copies of them.
 
 
 class CombiningRule(NamedTuple):
@@ -122,17 +122,18 @@ def is_near(value: Any, other: Any, limit: float) -> bool:
     first, second = first.detach(), second.detach().to(first.dtype)
     if first.is_complex():
         first, second = torch.view_as_real(first), torch.view_as_real(second)
-    pieces = list(zip(_pieces(first), _pieces(second), strict=True))
-    size = max(float(torch.nan_to_num(piece.double(), 0, 0, 0).abs().max()) for _, piece in pieces)
+    size = max(float(torch.nan_to_num(piece.double(), 0, 0, 0).abs().max()) for piece in _pieces(second))
     return all(
         torch.allclose(piece.double(), other.double(), rtol=0, atol=limit * size, equal_nan=True)
-        for piece, other in pieces
+        for piece, other in zip(_pieces(first), _pieces(second), strict=True)
     )
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Return a tensor in pieces of some rows, because copies of a whole batch's outputs may not fit into memory."""
-    return torch.chunk(tensor, -(-tensor.numel() // PIECE)) if tensor.ndim else [tensor]
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor's elements in pieces, because copies of a whole batch's outputs may not fit into memory."""
+    rows = torch.chunk(tensor, -(-tensor.numel() // PIECE)) if tensor.ndim else [tensor]
+    for some in rows:
+        yield from torch.split(some.reshape(-1), PIECE)
 
 
 def is_same(value: Any, other: Any) -> bool:

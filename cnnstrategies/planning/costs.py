@@ -26,6 +26,8 @@ class NodeCost:
             the node's inputs and parameters; 0 if not measured.
         statistics_bytes: Bytes of the means and variances of batch normalisation that a replica of a pipeline's stage
             sends to each other replica of the stage in a step, whatever the number of microbatches.
+        workspace_bytes: Those of ``forward_bytes`` and ``backward_bytes`` that do not depend on the batch, except the
+            gradients of parameters. An example is a copy of a convolution's weights in another order.
     """
 
     name: str
@@ -38,6 +40,7 @@ class NodeCost:
     forward_bytes: int = 0
     backward_bytes: int = 0
     statistics_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def trained_bytes(self) -> int:
@@ -47,14 +50,15 @@ class NodeCost:
     def scaled(self, factor: float) -> "NodeCost":
         """Return the node with the bytes of a batch that is larger by a factor.
 
-        In the backward, the gradients of parameters do not depend on the batch.
+        Workspaces, and in the backward the gradients of parameters, do not depend on the batch.
         """
-        gradients = min(self.trained_bytes, self.backward_bytes)
+        fixed = min(self.workspace_bytes, self.forward_bytes)
+        fixed_in_backward = min(self.trained_bytes + self.workspace_bytes, self.backward_bytes)
         return replace(
             self,
             saved_bytes=round(self.saved_bytes * factor),
-            forward_bytes=round(self.forward_bytes * factor),
-            backward_bytes=gradients + round((self.backward_bytes - gradients) * factor),
+            forward_bytes=fixed + round((self.forward_bytes - fixed) * factor),
+            backward_bytes=fixed_in_backward + round((self.backward_bytes - fixed_in_backward) * factor),
         )
 
 

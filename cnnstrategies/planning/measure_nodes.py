@@ -85,6 +85,7 @@ def profile(
             buffers[node],
             *walk.work_bytes[node],
             _statistics_bytes(traced, node),
+            walk.workspace_bytes[node],
         )
         for node in order
     )
@@ -115,6 +116,7 @@ class _Walk:
         saved_bytes: Bytes of the tensors that each node makes and that autograd saves for this node or a later node.
         sizes: For each node, the bytes of all its outputs, and the bytes of the outputs that require a gradient.
         work_bytes: For each node, `forward_bytes` and `backward_bytes`, see :class:`.NodeCost`.
+        workspace_bytes: For each node, see :class:`.NodeCost`.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class _Walk:
         self.saved_bytes: dict[fx.Node, int] = dict.fromkeys(order, 0)
         self.sizes: dict[fx.Node, tuple[int, int]] = {}
         self.work_bytes: dict[fx.Node, tuple[int, int]] = dict.fromkeys(order, (0, 0))
+        self.workspace_bytes: dict[fx.Node, int] = dict.fromkeys(order, 0)
 
     def run(self) -> None:
         """Measure all nodes in order."""
@@ -206,7 +209,7 @@ class _Walk:
         self.sizes[node] = (sum(tensor.nbytes for tensor in tensors), sum(root.nbytes for root in roots))
         for producer, size in self._storages.saved(node, saved, state, aliases):
             self.saved_bytes[producer] += size
-        workspace = self._workspace(node)
+        workspace = self.workspace_bytes[node] = self._workspace(node)
         # The gradients of the results are those from which the backward starts.
         self.work_bytes[node] = (
             in_forward.most

@@ -37,6 +37,7 @@ KINDS: tuple[LossKind, ...] = ("mean", "terms", "sum", "neither", "unknown")
 # Largest difference between two gradients that are equal except for rounding, in proportion to their norm. A sum
 # differs from a mean by at least half of the norm. Numbers of 16 bits are converted to float32.
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3}
+FEWEST = 4  # Half of a batch is compared if it has this many samples.
 COMPARED = 64  # Number of elements of each parameter's gradient that are compared.
 
 
@@ -61,6 +62,8 @@ class _DrawsError(Exception):
 def compare_with_parts(module: LightningModule, batch: Any, batch_idx: int) -> LossComparison:
     """Compare the gradient of a batch's training loss with the gradients of two parts of the batch.
 
+    Half of a large batch stands for the batch.
+
     Args:
         module: The module, which must use automatic optimization.
         batch: The batch, on the module's device. All of its tensors that have a row for each sample are divided.
@@ -72,6 +75,9 @@ def compare_with_parts(module: LightningModule, batch: Any, batch_idx: int) -> L
     if samples == 1:
         # The loss of a single sample and the loss of the sample and its copy show whether the loss is a sum.
         batch, samples = _repeated(batch), 2
+    if samples >= 2 * FEWEST:
+        # They show the same, and with a copy of the parameters they need less memory than a training step.
+        batch, samples = _rows(batch, samples, slice(0, samples // 2)), samples // 2
     if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):
         return LossComparison("unknown", "the module is compiled")
     if any(isinstance(child, BATCH_NORMS) and not child.track_running_stats for child in module.modules()):
@@ -183,7 +189,7 @@ def _run(
             raise TypeError(f"training_step returned {type(loss).__name__}")
         parameters = [parameter for parameter in copied.parameters() if parameter.requires_grad]
         terms, weighted = mean_terms(loss), None
-        plain = _gradient(loss, parameters, keep=True)
+        plain = _gradient(loss, parameters, keep=bool(terms) and whole is not None)
         numbers = joined([term.divisor for term in terms], loss)
         if terms and whole is not None and len(terms) == len(whole):
             fraction = (rows.stop - rows.start) / samples
@@ -201,8 +207,18 @@ def _gradient(loss: Tensor, parameters: Sequence[nn.Parameter], keep: bool = Fal
         parameters: The parameters.
         keep: Whether to keep the autograd graph for a second call.
     """
-    gradients = torch.autograd.grad(loss, parameters, retain_graph=keep, allow_unused=True)
-    return torch.cat([_some(*pair) for pair in zip(parameters, gradients, strict=True)])
+    some: dict[int, Tensor] = {}
+
+    def hook(gradient: Tensor, index: int) -> Tensor:
+        # The whole gradients would need as much memory as the parameters and their copies.
+        some[index] = _some(parameters[index], gradient)
+        return gradient if gradient.is_sparse else gradient.new_zeros(()).expand(gradient.shape)
+
+    handles: list[Any] = [p.register_hook(partial(hook, index=index)) for index, p in enumerate(parameters)]  # type: ignore[no-untyped-call]
+    torch.autograd.grad(loss, parameters, retain_graph=keep, allow_unused=True)
+    for handle in handles:
+        handle.remove()
+    return torch.cat([some.get(index, _some(p, None)) for index, p in enumerate(parameters)])
 
 
 def _some(parameter: Tensor, gradient: Tensor | None) -> Tensor:

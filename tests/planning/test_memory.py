@@ -69,6 +69,14 @@ def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
 
 
 @pytest.mark.light
+def test_workspaces_and_gradients_of_parameters_do_not_depend_on_the_batch() -> None:
+    node = NodeCost("a", 0.1, 0.2, 400, 5000, forward_bytes=5900, backward_bytes=2300, workspace_bytes=900)
+    smaller = node.scaled(0.5)
+    assert (smaller.forward_bytes, smaller.backward_bytes) == (900 + 2500, 400 + 900 + 500)
+    assert (smaller.saved_bytes, smaller.workspace_bytes) == (2500, 900)
+
+
+@pytest.mark.light
 def test_gradients_flow_past_the_nodes_of_a_branch() -> None:
     nodes = tuple(NodeCost(f"n{index}", 0.1, 0.2) for index in range(4))
     values = Value(0, (1, 3), 100, 100), Value(1, (2,), 10, 10), Value(2, (3,), 1, 1)
@@ -125,6 +133,7 @@ def test_bytes_do_not_depend_on_the_device_that_computes() -> None:
     assert by_name["first"].trained_bytes == 0
     assert by_name["normal"].buffer_bytes == 2 * 16 * 4 + 8
     assert by_name["second"].backward_bytes >= by_name["second"].parameter_bytes
+    assert by_name["second"].workspace_bytes == 16 * 16 * 9 * 4, "the weights in the order of oneDNN"
 
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
