@@ -35,12 +35,15 @@ def fit(*arguments: str) -> list[str]:
     ]
 
 
-def wait_until(condition: Callable[[], T], report: Callable[[], str], seconds: float = 150) -> T:
-    """Wait for a condition and return its first true value; after too long, fail with the text of `report`."""
+def wait_until(condition: Callable[[], T], report: Callable[[], str], seconds: float = 150, pause: float = 0.05) -> T:
+    """Wait for a condition and return its first true value; after too long, fail with the text of `report`.
+
+    Between two looks there is a pause of some seconds.
+    """
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s:\n{report()}"
-        time.sleep(0.05)
+        time.sleep(pause)
     return result
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,11 @@ class Slurm:
         """Return SLURM's information about a job, by field."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for_the_end(self, number: str, report: Callable[[], str], seconds: float = 150) -> None:
+        """Wait for the end of a job. Each question to SLURM starts a program, so the pauses are long."""
+        goes_on = ("PENDING", "RUNNING", "COMPLETING")
+        wait_until(lambda: self.job(number)["JobState"] not in goes_on, report, seconds, pause=0.5)
 
     def logs(self) -> str:
         """Return the ends of the daemons' logs, for the message of a failed test."""

@@ -68,11 +68,14 @@ class Job:
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
+    def report(self) -> str:
+        return f"{self.state}\n{self.log}\n{self.slurm.logs()}"
+
     def wait_for(self, condition: Callable[[], object]) -> None:
-        wait_until(condition, lambda: f"{self.state}\n{self.log}\n{self.slurm.logs()}")
+        wait_until(condition, self.report)
 
     def wait_for_the_end(self) -> None:
-        self.wait_for(lambda: self.state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
+        self.slurm.wait_for_the_end(self.number, self.report)
 
 
 @submitted
@@ -157,7 +160,7 @@ def test_two_steps_of_a_job_on_one_node_train_apart(slurm: Slurm, tmp_path: Path
         "sbatch", "--parsable", "--nodes=1", "--ntasks=4", f"--output={tmp_path}/job.log", "steps.sh"
     ).strip()
     logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
-    wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 240)
+    slurm.wait_for_the_end(job, logs, 240)
     for epochs, name in ((2, "first"), (3, "second")):
         assert (tmp_path / f"{name}.code").read_text().strip() == "0", logs()
         checkpoint = torch.load(tmp_path / f"runs/quickstart/{name}/checkpoints/last.ckpt", weights_only=True)
@@ -186,7 +189,7 @@ def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(slurm: Slu
     options = ("--parsable", "--nodes=1", "--ntasks=4", f"--output={tmp_path}/job.log")
     job = slurm.run("sbatch", *options, "steps.sh").strip()
     logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
-    wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 240)
+    slurm.wait_for_the_end(job, logs, 240)
     codes = {name: (tmp_path / f"{name}.code").read_text().strip() for name in ("first", "second")}
     assert codes == {"first": "143", "second": "2"}, logs()
     stopped, refused = ((tmp_path / f"{name}.log").read_text() for name in ("first", "second"))
@@ -214,7 +217,7 @@ def test_an_exception_ends_all_ranks_of_a_step(slurm: Slurm, tmp_path: Path) -> 
     options = ("--parsable", "--nodes=1", "--ntasks=2", f"--output={tmp_path}/job.log")
     job = slurm.run("sbatch", *options, "steps.sh").strip()
     logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
-    wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 240)
+    slurm.wait_for_the_end(job, logs, 240)
     last.check((tmp_path / "step.log").read_text(), (tmp_path / "step.code").read_text().split())
     for run in before:
         run.check()

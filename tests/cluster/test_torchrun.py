@@ -48,18 +48,6 @@ def test_after_a_ranks_death_the_run_resumes_in_its_folder(
 
 @pytest.mark.cluster
 @pytest.mark.warm
-def test_a_killed_rank_is_described_by_another_one(tmp_path: Path) -> None:
-    """The system kills a rank when memory runs out. The other ranks then end, and one of them says what was held."""
-    arguments = fit("--trainer.strategy=ddp", "--trainer.max_epochs=100", *BATCHES, *fault_arguments(step=9))
-    words = [word for word in TORCHRUN if not word.startswith("--max-restarts")]
-    torchrun = Program([*words, *RENDEZVOUS, *arguments], tmp_path / "log", PYTHONPATH=os.pathsep.join(sys.path))
-    assert torchrun.wait() != 0
-    held = r"rank 1 was killed, as the system does when memory runs out; in step 9 it had held [\d,]+ MB of main memory"
-    assert len(re.findall(held, torchrun.output())) == 1, torchrun.output()
-
-
-@pytest.mark.cluster
-@pytest.mark.warm
 def test_two_torchruns_with_one_endpoint_train_apart(tmp_path: Path) -> None:
     """Both runs find their ranks in the store of the first torchrun, which runs until the second run has ended.
 

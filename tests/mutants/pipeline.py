@@ -2,11 +2,13 @@
 
 import importlib
 import pickle
+from contextlib import nullcontext
 
 import test_batch
 import test_batch_norm
 import test_codec
 import test_compiled
+import test_early_sums
 import test_executor
 import test_layouts
 import test_rank_watch
@@ -16,6 +18,7 @@ from mutants.faulty import removes, replaces
 from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
 from cnnstrategies.pipeline.batch_statistics import StatisticsTable
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.engine_step import RandomState, Step
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.microbatches import CPU
@@ -42,6 +45,27 @@ removes(
     killed_by=test_executor.test_replicas_sum_gradients_while_the_last_backward_runs,
     takes_long=True,
 )
+
+
+removes(
+    EarlySums.during,
+    "gradients of the user's program are summed only after the last backward",
+    killed_by=test_early_sums.test_replicas_send_the_first_gradients_before_the_last_are_computed,
+    gives=nullcontext(),
+    takes_long=True,
+    declares=True,
+)
+
+
+@replaces(
+    EarlySums._add,  # noqa: SLF001
+    killed_by=test_early_sums.test_replicas_send_the_first_gradients_before_the_last_are_computed,
+    takes_long=True,
+    declares=True,
+)
+def a_sum_over_the_replicas_has_only_the_last_microbatch(original, self, parameter, index, sums, gradient):
+    sums[index] = None
+    original(self, parameter, index, sums, gradient)
 
 
 @replaces(

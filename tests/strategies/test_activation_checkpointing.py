@@ -9,10 +9,12 @@ from conftest import quiet_trainer
 from digit_runs import assert_same_run, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
-from torch import fx, nn
+from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import ActivationCheckpointing
+from cnnstrategies.pipeline import tracing
+from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.predicted_memory import predicted_memory
 
@@ -76,30 +78,27 @@ def test_each_strategy_trains_the_same_network_with_recomputation(name):
     assert_same_run(again, plain, 1e-12)
 
 
-class Traced(nn.Module):
-    """A layer that counts in how many traces of the whole network it is."""
+def test_the_predicted_peak_needs_no_trace_of_its_own(monkeypatch):
+    traced, traces, peaks = tracing._traced_as, [], []  # noqa: SLF001
 
-    traces = ctypes.c_int()
+    def counted(network, training, sealed, tracer):
+        traces.extend([network] if tracer is LeafTracer else [])
+        return traced(network, training, sealed, tracer)
 
-    def forward(self, images):
-        self.traces.value += isinstance(images, fx.Proxy)
-        return images
-
-
-def test_the_network_is_traced_once_also_for_the_predicted_peak():
-    network = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 3), Traced()), nn.ReLU(), nn.Flatten(), nn.Linear(72, 10))
-    module = ImageClassifier(network, 10)
+    monkeypatch.setattr(tracing, "_traced_as", counted)
+    module = ImageClassifier(Normalised(), 10)
     module.example_input_array = torch.zeros(2, 1, 8, 8)
     images = torch.utils.data.TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.long))
-    Traced.traces.value = 0
-    peaks = []
-    callbacks = [
-        ActivationCheckpointing(cuts=["0"]),
-        LambdaCallback(on_train_start=lambda t, m: peaks.extend(predicted_memory(t, 2).peaks)),
-    ]
-    quiet_trainer(callbacks=callbacks, max_steps=1).fit(module, torch.utils.data.DataLoader(images, 2))
+
+    def predict(trainer, _):
+        traces.clear()
+        peaks.extend(predicted_memory(trainer, 2).peaks)
+        assert traces == []
+
+    noted = LambdaCallback(on_train_start=predict)
+    trainer = quiet_trainer(callbacks=[ActivationCheckpointing(cuts=["3"]), noted], max_steps=1)
+    trainer.fit(module, torch.utils.data.DataLoader(images, 2))
     assert len(peaks) == 1
-    assert Traced.traces.value == 1
 
 
 class Whole(nn.Module):
