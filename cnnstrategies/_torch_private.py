@@ -265,11 +265,17 @@ def functions_without(mode: TorchFunctionMode) -> Iterator[None]:
     with with_functions():
         if is_last:
             torch._C._pop_torch_function_stack()
+        depth = torch._C._len_torch_function_stack()
         try:
             yield
         finally:
             if is_last:
-                torch._C._push_on_torch_function_stack(mode)
+                # A generator may have entered a mode that it leaves later.
+                later = [
+                    torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - depth)
+                ]
+                for again in (mode, *reversed(later)):
+                    torch._C._push_on_torch_function_stack(again)
 
 
 class without_modes:  # noqa: N801  # It is used like the contexts of torch above.

@@ -10,14 +10,18 @@ from ports import free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR
+from torch.overrides import TorchFunctionMode
 
 from cnnstrategies._torch_private import (
     PARTS_OF_A_SCHEDULE,
     communication_seconds,
     default_store,
+    functions_without,
+    is_compiling,
     measure_every_step,
     parameters_in,
 )
+from cnnstrategies.placed.runner import Operations
 
 
 def step(rank, store):
@@ -71,3 +75,35 @@ def test_all_parameters_of_nested_and_shared_modules_are_listed():
     module.register_parameter("none", None)
     module.register_module("empty", None)
     assert set(parameters_in(module)) == set(module.parameters())
+
+
+def test_the_rules_for_operations_run_without_torchs_wrapper():
+    assert not hasattr(Operations.__torch_dispatch__, "__wrapped__")
+    assert not is_compiling()
+
+
+def test_a_function_mode_is_on_again_below_modes_that_a_generator_has_entered():
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def batches():
+        with torch.device("cpu"):
+            yield torch.ones(2)
+            yield torch.ones(3)
+
+    seen, iterator, mode = [], batches(), Mode()
+    with mode:
+        with functions_without(mode):
+            assert len(next(iterator)) == 2
+        assert not seen
+        with functions_without(mode):
+            assert len(next(iterator)) == 3
+        iterator.close()
+        seen.clear()
+        torch.ones(1)
+        assert seen
+    before = len(seen)
+    torch.ones(1)
+    assert len(seen) == before

@@ -27,7 +27,7 @@ Files for the user's own program:
   `repeated_forward` (recomputation with stages and without them, and its checks),
   `double_backward`, `random_draws` and `backward_draws`, `ready_order` (of gradient hooks), `known_forms` (what ranks
   remember of calls), `task_times`, `disk_memory`.
-- Values that forwards store: `stored_terms` (all calls), `stored_watch`, `watched`, `noted_contents`,
+- Values that forwards store: `stored_terms` (all calls), `stored_watch`, `module_states`, `watched`, `noted_contents`,
   `outside_variables` and `noted_state` (find and undo them), `storing_code` (who may store), `saved_copies`,
   `first_forward` (parameters that are set), `microbatch_terms`, `term_rules`, `combining`, `batch_terms` and
   `term_reports` (from the values of microbatches to those of the batch), `mixing`, `mixing_backward` and

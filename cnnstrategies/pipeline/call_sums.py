@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from cnnstrategies._torch_private import writes
 from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.known_forms import KnownForm
 from cnnstrategies.pipeline.part_gradients import multiply_gradients
@@ -109,12 +110,33 @@ class CallSums:
         results = dict(zip(parameters, map(_as_gradient, parameters.values(), multiplied), strict=True))
         if runner.replicas.group is None:
             return results
+        self._network.summed = {name: _state_of(results[name]) for name in whole}
         place = self._network.ranks[runner.stage]
         defer = self._network.places.sums.defer
         return {
             name: gradient if name in whole else defer(gradient, place, runner.sum_gradients)
             for name, gradient in results.items()
         }
+
+
+def copy_changed_gradients(network: "PlacedNetwork") -> None:
+    """Give all replicas of this rank's stage equal gradients, after the backwards of a step of the optimizer.
+
+    The program may have added to a sum over the replicas, for example the gradient of a penalty. Each replica has
+    computed this gradient from its own copies, which may differ in the last bit on a GPU. The first replica's result
+    is therefore copied to the others. All replicas call this, outside of the rules for placed tensors.
+    """
+    summed, network.summed = network.summed, {}
+    if summed:
+        parameters = dict(network.division.network.named_parameters())
+        gradients = [(parameters[name].grad, state) for name, state in summed.items()]
+        changed = [gradient for gradient, state in gradients if gradient is not None and _state_of(gradient) != state]
+        network.runner.replicas.copy_from_first(changed)
+
+
+def _state_of(gradient: Tensor) -> tuple[int, int]:
+    """Return the address and the number of changes of a gradient, to find out later whether it is the same one."""
+    return gradient.data_ptr(), writes(gradient)
 
 
 def _as_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.placed.operations import operation_of
 
 # Number of elements of which a checksum is computed at once.
-CHUNK = 2**18
+CHUNK = 2**15
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

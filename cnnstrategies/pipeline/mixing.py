@@ -24,7 +24,6 @@ from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.untouched import random_states, restore_random
 from cnnstrategies.pipeline.watched import StoredKey
 
-_PROBED = 3  # Number of microbatches: a part of one and a part of two, so that the parts have different sizes.
 # Arguments of a stage's forward.
 Arguments = tuple[Any, ...]
 
@@ -73,13 +72,12 @@ class MixingProbe:
         """
         if sum(samples) < 2:
             return None
-        # More microbatches would show the same, and would need more memory than any step.
-        arguments, samples = arguments[:_PROBED], samples[:_PROBED]
         if len(samples) > 1:
             parts, counts = [arguments[0], join(arguments[1:], samples[1:])], [samples[0], sum(samples[1:])]
             whole = join(arguments, samples)
         else:
-            counts = [samples[0] // 2, samples[0] - samples[0] // 2]
+            first = max(1, samples[0] // 3)  # Layers that treat groups of samples may not mix equal parts.
+            counts = [first, samples[0] - first]
             whole = arguments[0]
             parts = [rows_of(whole, samples[0], 0, counts[0]), rows_of(whole, samples[0], counts[0], samples[0])]
         with self.fixed():

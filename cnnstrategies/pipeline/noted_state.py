@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from cnnstrategies._torch_private import hook_tables
 from cnnstrategies.pipeline.saved_copies import saving_copies
 
 if TYPE_CHECKING:
@@ -27,14 +26,14 @@ class NotedState:
     Args:
         watched: The attributes of modules and of other objects, the lists and dictionaries that they refer to, and
             tensors that a forward may change in place.
-        modules: Modules whose registered hooks belong to the state.
+        hook_tables: The tables of hooks that belong to the state, see `hook_tables`.
         changing: Paths of tensors that forwards change in place.
     """
 
     def __init__(
         self,
         watched: Sequence["Container | WatchedVariables | WatchedTensor"],
-        modules: Sequence[nn.Module],
+        hook_tables: Sequence[dict[int, Any]],
         changing: Set[tuple[Any, ...]],
     ) -> None:
         # Several modules may refer to the same list.
@@ -43,7 +42,7 @@ class NotedState:
             targets.setdefault(id(value.target), value)
         self._watched = [(value, value.restorer()) for value in targets.values()]
         self._changing = changing
-        self._hooks = [(table, dict(table)) for module in modules for table in hook_tables(module)]
+        self._hooks = [*zip(hook_tables, map(dict, hook_tables), strict=True)]
 
     def run(self, function: Callable[[], T]) -> tuple[T, dict["StoredKey", Any]]:
         """Run a function in the noted state. Afterwards the state is what it was before this method.

@@ -226,8 +226,11 @@ def _some(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     number = min(parameter.numel(), COMPARED)
     if gradient is None:
         return torch.zeros(number, dtype=torch.float64)
-    flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
-    return flat[:: max(1, len(flat) // COMPARED)][:number].to("cpu", torch.float64)
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    numbers = torch.arange(number, device=dense.device) * max(1, dense.numel() // COMPARED)
+    # A gradient may be a transposed matrix, of which `flatten` would make a copy.
+    some = dense.flatten()[numbers] if dense.is_contiguous() else dense[torch.unravel_index(numbers, dense.shape)]
+    return some.to("cpu", torch.float64)
 
 
 def _hold_statistics(copied: nn.Module) -> None:

@@ -68,11 +68,7 @@ def _is_linear(node: Any) -> bool:
 
 
 def joined(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    """Return numbers as one tensor on the device of the tensor `like`, in dtype float64 if the device supports it.
-
-    The result is not part of the loss's graph. A divisor of torch's ``cross_entropy`` is, and would keep the graph in
-    memory, or form a cycle with it if a hook of the graph refers to the divisor.
-    """
+    """Return numbers as one tensor on the device of the tensor `like`, in dtype float64 if the device supports it."""
     dtype = torch.float64 if like.device.type != "mps" else torch.float32
-    tensors = [torch.as_tensor(number, dtype=dtype, device=like.device).detach().reshape(1) for number in numbers]
+    tensors = [torch.as_tensor(number, dtype=dtype, device=like.device).reshape(1) for number in numbers]
     return torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype, device=like.device)

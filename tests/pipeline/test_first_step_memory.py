@@ -1,6 +1,10 @@
 """Tests of the memory that the first step of a divided network needs, and of parameters that its forward sets."""
 
+import importlib
+import shutil
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +13,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_placed_network import placed
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from cnnstrategies.pipeline import compared_gradients, first_forward
+from cnnstrategies.pipeline import combining, compared_gradients, first_forward
 from cnnstrategies.pipeline.compared_gradients import Sketch
 from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.placed import GlooLink, Places
@@ -19,22 +22,18 @@ from cnnstrategies.placed import GlooLink, Places
 WIDTH, LAYERS = 128, 12
 
 
-def held(function: Callable[[], Any]) -> tuple[int, int, Any]:
+def held(counter: Any, function: Callable[[], Any]) -> tuple[int, int, Any]:
     """Return the bytes that a function has allocated and not freed, their peak during the call, and the result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-        result = function()
-    assert measured.profiler is not None
-    records = [event for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(records, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return now, most, result
+    before = counter.now
+    counter.forget()
+    result = function()
+    return counter.now - before, counter.most - before, result
 
 
-def peaks() -> tuple[int, list[int], list[int]]:
+def peaks(make_counter: Callable[[], Any]) -> tuple[int, list[int], list[int]]:
     """Return the bytes of the stage's parameters, and the peaks of two forwards and of their steps."""
-    first_forward.CHUNK = compared_gradients.CHUNK = 1024  # The layers are small.
+    first_forward.CHUNK = compared_gradients.CHUNK = combining.PIECE = 1024  # The layers are small.
+    counter = make_counter()
     torch.manual_seed(0)
     network = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -44,8 +43,8 @@ def peaks() -> tuple[int, list[int], list[int]]:
     with placed(network, [str(LAYERS // 2)], (1, 1), places, 2) as divided:
         parameters = sum(parameter.nbytes for parameter in divided.runner.parameters)
         for _ in range(2):
-            kept, of_forward, loss = held(lambda: network(images).square().mean())
-            _, of_backward, _ = held(loss.backward)
+            kept, of_forward, loss = held(counter, lambda: network(images).square().mean())
+            _, of_backward, _ = held(counter, loss.backward)
             forwards.append(of_forward)
             steps.append(max(of_forward, kept + of_backward))
             network.zero_grad()
@@ -53,15 +52,15 @@ def peaks() -> tuple[int, list[int], list[int]]:
     return parameters, forwards, steps
 
 
-@pytest.mark.skip(
-    reason="under torch's memory profiler ranks die in about half of the runs on a busy machine; without it, and with "
-    "the garbage collector after each allocation, none of 30 runs died"
-)
-def test_the_first_step_needs_the_memory_of_later_steps() -> None:
-    for parameters, (first, later), (first_step, later_step) in run_ranks(2, peaks):
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the counter of bytes is compiled")
+def test_the_first_step_needs_the_memory_of_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks/planning")
+    counted = importlib.import_module("counted")
+    results = run_ranks(2, peaks, partial(counted.Counted, counted.build(tmp_path)))
+    for parameters, (first, later), (first_step, later_step) in results:
         layer = 4 * WIDTH * (WIDTH + 1)
         assert later < layer, "activations are small"
-        assert first < later + 1.5 * layer, "the first forward holds neither parameters nor gradients"
+        assert first < later + 2.5 * layer, "the first forward holds one gradient and a copy of it, but not all"
         assert later_step > parameters, "a step holds the gradients"
         assert first_step <= later_step + layer / 2
 

@@ -1,6 +1,7 @@
 """Messages between ranks: reads are answered, and ranks that have diverged end with a line that names both places."""
 
 import copy
+import gc
 import inspect
 from collections import Counter
 
@@ -232,6 +233,10 @@ def test_a_parameter_that_is_put_away_keeps_its_identity():
     assert on_ranks(2, program) == [pytest.approx(0.1)] * 2
 
 
+def byte_tensors():
+    return sum(type(value) is torch.Tensor and value.dtype is torch.uint8 for value in gc.get_objects())
+
+
 def over_gloo():
     rank = torch.distributed.get_rank()
     group = torch.distributed.new_group([0, 1])
@@ -242,6 +247,11 @@ def over_gloo():
         results += [small.tolist(), large.sum().item(), (small.sum() + large).tolist()[:2], large.tolist()[-1]]
         for step in range(20):
             results.append((small * step).sum().item())
+        before = byte_tensors()
+        for _ in range(20):
+            small.sum().item(), large.sum().item()
+        # The last message of each rank may not have been acknowledged.
+        assert byte_tensors() <= before + 2, "messages that have been sent are kept"
         if rank == 0:  # Rank 1 ends its training instead.
             with pytest.raises(
                 DivergedError, match=r"rank 1, which should send tolist .* test_messages.py:\d+: rank 1 has ended"

@@ -1,8 +1,6 @@
 """Losses that are sums, or means over something other than samples: weights equal one device's weights, in float64."""
 
-import gc
 import random
-import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -316,28 +314,3 @@ def test_a_loss_is_told_from_its_gradients_and_nothing_is_disturbed(name, sample
 def test_a_loss_is_told_in_every_dtype(name, dtype):
     kind, loss = KIND_OF[name]
     assert compare_with_parts(Layers(loss, dtype), batch_of(9, dtype), 0).kind == kind
-
-
-@pytest.mark.light
-def test_a_comparison_leaves_no_copy_of_the_module_and_no_graph() -> None:
-    """Otherwise the first step would need the memory of several steps, until the garbage collector runs."""
-    references: list[Any] = []
-
-    class Remembered(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Conv2d(3, CLASSES, 5).double()
-            self.trainer = SimpleNamespace(loggers=[])  # type: ignore[assignment]
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            outputs = self.net(batch[0])
-            references.extend(map(weakref.ref, (self.net.weight, outputs)))
-            return F.cross_entropy(outputs, batch[1], WEIGHTS)
-
-    gc.disable()
-    try:
-        assert compare_with_parts(Remembered(), batch_of(7), 0).kind == "terms"
-        assert references
-        assert all(reference() is None for reference in references)
-    finally:
-        gc.enable()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from whole_step_cases.base import CLASSES, Block
 
+from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.strategies import HybridPipelineStrategy
 
@@ -95,6 +96,7 @@ class Trained(NamedTuple):
         steps: Number of steps of the optimizer.
         loss: Mean loss of the last epoch.
         sums: Number of times that gradients were summed over replicas on this rank.
+        copies: Number of times that gradients were copied from the first replica to this rank, or from this rank.
     """
 
     state: dict[str, Tensor]
@@ -104,6 +106,7 @@ class Trained(NamedTuple):
     steps: int
     loss: float
     sums: int
+    copies: int
 
 
 def loader(rank: int, parts: int) -> DataLoader[Any]:
@@ -114,13 +117,24 @@ def loader(rank: int, parts: int) -> DataLoader[Any]:
 
 def train(precision: str, strategy: Any, devices: int) -> Trained:
     torch.manual_seed(0)
-    sums, sum_in_place = [], StageReplicas.sum_in_place
+    sums, sum_in_place, finish = [], StageReplicas.sum_in_place, EarlySums.finish
+    copies, copy_from_first = [], StageReplicas.copy_from_first
 
     def counted(replicas: StageReplicas, gradients: Any) -> None:
         sums.append(len(gradients))
         sum_in_place(replicas, gradients)
 
+    def counted_early(early: EarlySums, parameters: Any, parts: Any) -> None:
+        sums.append(len(parts))
+        finish(early, parameters, parts)
+
+    def counted_copies(replicas: StageReplicas, gradients: Any) -> None:
+        copies.extend([gradients] if gradients else [])
+        copy_from_first(replicas, gradients)
+
     StageReplicas.sum_in_place = counted  # type: ignore[method-assign]
+    StageReplicas.copy_from_first = counted_copies  # type: ignore[method-assign]
+    EarlySums.finish = counted_early  # type: ignore[method-assign]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if precision == "16-mixed" else None
     # The precision is a plugin because `precision="16-mixed"` becomes bf16 on CPUs.
     options: dict[str, Any] = {"precision": precision}
@@ -138,7 +152,8 @@ def train(precision: str, strategy: Any, devices: int) -> Trained:
     if scaler is None:
         loss = float(trainer.callback_metrics["loss_epoch"])
         StageReplicas.sum_in_place = sum_in_place  # type: ignore[method-assign]
-        return Trained(module.state_dict(), module.norms, [], {}, trainer.global_step, loss, len(sums))
+        counts = len(sums), len(copies)
+        return Trained(module.state_dict(), module.norms, [], {}, trainer.global_step, loss, *counts)
     path = f"{precision}{devices}.ckpt"
     trainer.save_checkpoint(path)
     if devices > 1:
@@ -150,7 +165,14 @@ def train(precision: str, strategy: Any, devices: int) -> Trained:
     loss = float(trainer.callback_metrics["loss_epoch"])
     StageReplicas.sum_in_place = sum_in_place  # type: ignore[method-assign]
     return Trained(
-        module.state_dict(), module.norms, scales.scales, saved["MixedPrecision"], trainer.global_step, loss, len(sums)
+        module.state_dict(),
+        module.norms,
+        scales.scales,
+        saved["MixedPrecision"],
+        trainer.global_step,
+        loss,
+        len(sums),
+        len(copies),
     )
 
 
@@ -196,7 +218,9 @@ def test_each_precision_trains_as_on_one_device(precisions: list[str]) -> None:
             assert several.norms == pytest.approx(single.norms, rel=20 * LIMITS[precision], nan_ok=True), text
             assert several.loss == pytest.approx(single.loss, rel=LIMITS[precision]), text
             assert (several.scales, several.saved, several.steps) == (single.scales, single.saved, single.steps), text
-            assert several.sums == (single.steps if rank else 0), f"{text}: once for each step of the optimizer"
+            steps = single.steps if rank else 0
+            assert several.sums == steps, f"{text}: once for each step of the optimizer"
+            assert several.copies == steps, f"{text}: the gradients of the head"
     copies, others = ranks[1][1], ranks[2][1]
     assert all(torch.equal(copies[name], others[name]) for name in ("head", "net")), "replicas have equal parameters"
     if "16-mixed" not in precisions:

@@ -31,7 +31,8 @@ class PlacedLogs:
         self._pending: list[tuple[str, Any, Any, tuple[Any, ...], dict[str, Any]]] | None = None
         # By id, because a metric's hash changes with its states: logged metrics and their own methods `compute`.
         self._metrics: dict[int, tuple[Metric, Callable[..., Any]]] = {}
-        vars(module)["log"] = self._log
+        # Each access to a method makes a new object, which would count as a change of the module.
+        self._own_log = vars(module)["log"] = self._log
 
     def remove(self) -> None:
         """Give the module and its metrics their own methods back."""
@@ -61,7 +62,7 @@ class PlacedLogs:
         try:
             yield
         finally:
-            vars(self._module)["log"] = self._log
+            vars(self._module)["log"] = self._own_log
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not self._places.active:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cnnstrategies._torch_private import parameters_in
 from cnnstrategies.data.sampling import dealt
+from cnnstrategies.pipeline.call_sums import copy_changed_gradients
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections
@@ -107,6 +108,8 @@ class UserSteps:
             precision.backward(loss, self._module, optimizer, *args, **kwargs)
         self._connections.places.settle_gradients(parameters_in(self._module))
         if is_last:
+            with self._connections.places.local():
+                copy_changed_gradients(self._placed)
             self._values.finish_gradients()
         return precision.post_backward(loss, self._module)
 
