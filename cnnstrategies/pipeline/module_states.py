@@ -1,4 +1,4 @@
-"""What can be reached from a module: containers, variables and tensors that a forward may change."""
+"""The containers, variables and tensors of modules that a forward may change."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -154,7 +154,7 @@ class ModuleState:
 
 
 class NotedRecords:
-    """What belongs to some modules, for comparisons without a loop over the modules.
+    """The containers, variables and tensors of several modules, for comparisons without a loop over the modules.
 
     Args:
         records: The states of the modules.

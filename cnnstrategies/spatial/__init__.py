@@ -7,7 +7,7 @@ operation that is not in the table gathers all rows, which is recorded.
 
 The package needs only torch, so a script without Lightning can use it. ::
 
-    with Parts(GroupLink(group)) as parts:
+    with SpatialParts(GroupLink(group)) as parts:
         images, targets = parts.scatter(images, axis=-2), parts.scatter(targets, axis=-2)
         loss = criterion(network(images), targets)
         loss.backward()
@@ -18,8 +18,8 @@ other ranks, and values for them are given back), `rows_tensor` (the tensor), `r
 `convolutions`, `draws`, `losses`, `matrices`, `norms`, `pointwise`, `pooling`, `reductions`, `resampling` and `views`.
 """
 
-from cnnstrategies.spatial.link import GroupLink, Link
-from cnnstrategies.spatial.parts import Gathers, Parts
+from cnnstrategies.spatial.link import GroupLink, PartsLink
+from cnnstrategies.spatial.parts import Gathers, SpatialParts
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 
-__all__ = ["Gathers", "GroupLink", "Link", "Parts", "RowsTensor"]
+__all__ = ["Gathers", "GroupLink", "PartsLink", "SpatialParts", "RowsTensor"]

@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cnnstrategies.spatial.layout import Bounds, Layout, kernel_windows
+from cnnstrategies.spatial.layout import Bounds, RowLayout, kernel_windows
 from cnnstrategies.spatial.rows_tensor import RowsTensor, memory_format_of
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 
-def convolution(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def convolution(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run a convolution or a transposed convolution."""
     source = arguments["input"]
     if not _is_spatial(arguments) or not isinstance(source, RowsTensor):
@@ -28,7 +28,7 @@ def convolution(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, func(**(arguments | {"input": window, "padding": plan.padding})), plan.outputs)
 
 
-def convolution_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def convolution_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradients of a convolution or of a transposed convolution."""
     source = arguments["input"]
     if not _is_spatial(arguments) or not isinstance(source, RowsTensor):
@@ -89,7 +89,7 @@ class _Kernel:
         is_local: Whether each output row needs only the input row with the same number.
     """
 
-    def __init__(self, parts: "Parts", arguments: dict[str, Any], source: RowsTensor) -> None:
+    def __init__(self, parts: "SpatialParts", arguments: dict[str, Any], source: RowsTensor) -> None:
         assert source.row_layout is not None
         self._parts, self.axis = parts, source.row_layout.axis
         dimension = self.axis - 2
@@ -108,7 +108,7 @@ class _Kernel:
             size_out = (size - 1) * stride - 2 * padding + reach + at("output_padding")
         else:
             size_out = (size + 2 * padding - reach) // stride + 1
-        self.inputs, self.outputs = Layout(self.axis, size), Layout(self.axis, size_out)
+        self.inputs, self.outputs = RowLayout(self.axis, size), RowLayout(self.axis, size_out)
         self.held, self.bounds_out = parts.bounds(size), parts.bounds(size_out)
         fine = self.held if arguments["transposed"] else self.bounds_out
         self.windows: Bounds = kernel_windows(fine, kernel, stride, padding, dilation)

@@ -11,10 +11,10 @@ from torch import Tensor
 from cnnstrategies.spatial.rows_tensor import Origin, RowsTensor
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 
-def with_origin(parts: "Parts", base: RowsTensor, view: Tensor, call: Any, index: int) -> Tensor:
+def with_origin(parts: "SpatialParts", base: RowsTensor, view: Tensor, call: Any, index: int) -> Tensor:
     """Return the result of an operation that returns a view on one device.
 
     Args:
@@ -30,7 +30,7 @@ def with_origin(parts: "Parts", base: RowsTensor, view: Tensor, call: Any, index
     return RowsTensor.create(parts, rows, layout, origin=Origin(base, call, index, base.memory.writes))
 
 
-def refresh(parts: "Parts", tensor: RowsTensor) -> None:
+def refresh(parts: "SpatialParts", tensor: RowsTensor) -> None:
     """Take a copy again if its tensor has been written since."""
     origin = tensor.origin
     if origin is None:
@@ -43,7 +43,7 @@ def refresh(parts: "Parts", tensor: RowsTensor) -> None:
         tensor.memory.writes += 1
 
 
-def write_through(parts: "Parts", tensor: RowsTensor) -> None:
+def write_through(parts: "SpatialParts", tensor: RowsTensor) -> None:
     """Write the values of a copy to the tensor of which it would be a view."""
     origin = tensor.origin
     if origin is None:

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.spatial.layout import Layout
+from cnnstrategies.spatial.layout import RowLayout
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 
-def draw(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def draw(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Draw random numbers for a divided tensor, or in place of its values."""
     tensor = arguments["self"]
     others = [value for name, value in arguments.items() if name != "self" and isinstance(value, Tensor)]
@@ -26,7 +26,7 @@ def draw(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, drawn.clone(), layout)
 
 
-def dropout(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def dropout(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Set random elements to zero."""
     tensor = arguments["input"]
     layout, p = _layout_of(tensor), arguments["p"]
@@ -43,6 +43,6 @@ def _empty_whole(tensor: RowsTensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _layout_of(tensor: RowsTensor) -> Layout:
+def _layout_of(tensor: RowsTensor) -> RowLayout:
     assert tensor.row_layout is not None
     return tensor.row_layout

@@ -21,7 +21,7 @@ def bounds(size: int, count: int) -> Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """The dimension of a tensor that is divided.
 
     The dimension usually consists of the rows alone. After a `view` or `flatten` it may contain other dimensions as
@@ -44,9 +44,9 @@ class Layout:
         """Whether the dimension consists of the rows alone."""
         return self.outer == self.inner == 1
 
-    def at(self, axis: int) -> "Layout":
+    def at(self, axis: int) -> "RowLayout":
         """Return the layout of a tensor in which the dimension has moved."""
-        return Layout(axis, self.size, self.outer, self.inner)
+        return RowLayout(axis, self.size, self.outer, self.inner)
 
     def length(self, rows: int) -> int:
         """Return the size of the dimension in a tensor with the given number of rows."""
@@ -67,7 +67,7 @@ def kernel_windows(outputs: Bounds, kernel: int, stride: int, padding: int, dila
     )
 
 
-def viewed(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -> Layout | None:
+def viewed(layout: RowLayout, shape: Sequence[int], new_shape: Sequence[int]) -> RowLayout | None:
     """Return the layout of a tensor after a `view`, or None if the rows are not whole in one dimension.
 
     Args:
@@ -82,13 +82,13 @@ def viewed(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -> La
         outer = before // passed if passed and before % passed == 0 else 0
         block = outer * layout.size
         if block and length % block == 0 and length // block * prod(new_shape[axis + 1 :]) == after:
-            layouts.append(Layout(axis, layout.size, outer, length // block))
+            layouts.append(RowLayout(axis, layout.size, outer, length // block))
         passed *= length
     # A single row may be in several dimensions.
     return min(layouts, key=lambda layout: layout.outer, default=None)
 
 
-def split_view(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -> Layout | None:
+def split_view(layout: RowLayout, shape: Sequence[int], new_shape: Sequence[int]) -> RowLayout | None:
     """Return a layout with coarser rows, of which a `view` keeps each whole, or None if there is not such a layout.
 
     Args:
@@ -101,7 +101,7 @@ def split_view(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -
     total = layout.size * layout.inner
     for length in new_shape:
         if length and total % length == 0:
-            coarse = Layout(layout.axis, length, 1, total // length)
+            coarse = RowLayout(layout.axis, length, 1, total // length)
             if viewed(coarse, shape, new_shape) is not None:
                 return coarse
     return None

@@ -12,7 +12,7 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 _REDUCED_AS = {torch.bool: torch.uint8, torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-class Link(Protocol):
+class PartsLink(Protocol):
     """Connection of a rank to all ranks. All ranks call the methods in the same order.
 
     Attributes:

@@ -4,16 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cnnstrategies.spatial.layout import Layout
+from cnnstrategies.spatial.layout import RowLayout
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def element_loss(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def element_loss(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute a loss whose elements are losses of elements, such as the mean squared error."""
     layout, local = _local(parts, arguments)
     if layout is None:
@@ -25,7 +25,7 @@ def element_loss(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return total.div_(arguments["self"].numel()) if reduction == _MEAN else total
 
 
-def element_loss_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def element_loss_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradient of such a loss."""
     layout, local = _local(parts, arguments)
     if layout is None:
@@ -35,7 +35,7 @@ def element_loss_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) 
     return RowsTensor.create(parts, func(**local), layout)
 
 
-def class_loss(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def class_loss(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the negative log-likelihood of maps. The divisor of a mean is the weight of all valid pixels."""
     layouts = _class_layouts(arguments)
     if layouts is None:
@@ -52,7 +52,7 @@ def class_loss(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return (result / weight if arguments["reduction"] == _MEAN else result), weight
 
 
-def class_loss_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def class_loss_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradient of the negative log-likelihood of maps."""
     layouts = _class_layouts(arguments)
     if layouts is None:
@@ -66,7 +66,7 @@ def class_loss_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) ->
     return RowsTensor.create(parts, func(**local), layouts[0])
 
 
-def _class_layouts(arguments: dict[str, Any]) -> tuple[Layout, Layout] | None:
+def _class_layouts(arguments: dict[str, Any]) -> tuple[RowLayout, RowLayout] | None:
     """Return the layouts of the scores of all classes, and of the targets."""
     scores, targets = arguments["self"], arguments["target"]
     if isinstance(scores, RowsTensor):
@@ -80,7 +80,7 @@ def _class_layouts(arguments: dict[str, Any]) -> tuple[Layout, Layout] | None:
     return layout.at(layout.axis + (layout.axis > 0)), layout
 
 
-def _local(parts: "Parts", arguments: dict[str, Any]) -> tuple[Layout | None, dict[str, Any]]:
+def _local(parts: "SpatialParts", arguments: dict[str, Any]) -> tuple[RowLayout | None, dict[str, Any]]:
     """Return the layout of the elements, and the arguments with this rank's rows of the tensors."""
     names = [name for name in ("self", "target", "weight", "pos_weight") if isinstance(arguments.get(name), Tensor)]
     shape = arguments["self"].shape

@@ -7,12 +7,12 @@ from torch import Tensor
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 _NAMES = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 
 
-def product(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def product(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Multiply matrices, or batches of matrices, and add a tensor."""
     if "out" in arguments:
         return NotImplemented
@@ -52,5 +52,5 @@ def product(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, func(**(arguments | rows)), layout)
 
 
-def _other(parts: "Parts", tensor: Tensor, name: str, layout: Any) -> Tensor:
+def _other(parts: "SpatialParts", tensor: Tensor, name: str, layout: Any) -> Tensor:
     return parts.gather(tensor, name) if layout is None else parts.part(tensor, layout, name)

@@ -9,13 +9,13 @@ from cnnstrategies._torch_private import schema_of
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 # Dtype in which statistics are computed.
 STATISTICS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-def batch_norm(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def batch_norm(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run batch norm. Its statistics are those of all rows, and so are the running statistics."""
     source = arguments["input"]
     if not isinstance(source, RowsTensor) or source.row_layout is None or source.row_layout.axis == 1:
@@ -46,7 +46,7 @@ def batch_norm(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return (result, *saved, *reserve)
 
 
-def batch_norm_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def batch_norm_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradients of batch norm."""
     source = arguments["input"]
     if not isinstance(source, RowsTensor) or source.row_layout is None or source.row_layout.axis == 1:
@@ -83,7 +83,9 @@ def batch_norm_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) ->
     return input_grad, products if mask[1] else None, sums if mask[2] else None
 
 
-def statistics(parts: "Parts", rows: Tensor, dimensions: list[int], keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def statistics(
+    parts: "SpatialParts", rows: Tensor, dimensions: list[int], keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the mean and the biased variance over all rows, computed by Chan's formula from those of each rank.
 
     Args:
@@ -119,7 +121,7 @@ def _normalised(
     return result
 
 
-def group_norm(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def group_norm(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run group norm with the statistics of all rows."""
     source, (batch, groups) = arguments["input"], (arguments["N"], arguments["group"])
     if not isinstance(source, RowsTensor) or source.row_layout is None or source.row_layout.axis < 2:
@@ -133,7 +135,7 @@ def group_norm(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, result, source.row_layout), mean.to(rows.dtype), inverse.to(rows.dtype)
 
 
-def group_norm_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def group_norm_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradients of group norm."""
     source, groups = arguments["input"], arguments["group"]
     if not isinstance(source, RowsTensor) or source.row_layout is None or source.row_layout.axis < 2:
@@ -163,7 +165,7 @@ def group_norm_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) ->
     )
 
 
-def layer_norm(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def layer_norm(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run layer norm of dimensions that are not divided."""
     source = arguments["input"]
     if not isinstance(source, RowsTensor) or not _is_outside(source, arguments["normalized_shape"]):
@@ -172,7 +174,7 @@ def layer_norm(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return tuple(RowsTensor.create(parts, rows, source.row_layout) for rows in results)
 
 
-def layer_norm_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def layer_norm_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradients of layer norm."""
     source = arguments["input"]
     if not isinstance(source, RowsTensor) or not _is_outside(source, arguments["normalized_shape"]):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cnnstrategies._torch_private import tracked_views
 from cnnstrategies.placed.call_site import call_site
-from cnnstrategies.spatial.layout import Bounds, Layout, bounds, scaled
-from cnnstrategies.spatial.link import Link
+from cnnstrategies.spatial.layout import Bounds, RowLayout, bounds, scaled
+from cnnstrategies.spatial.link import PartsLink
 from cnnstrategies.spatial.rows_tensor import RowsTensor, local_shape, memory_format_of
 from cnnstrategies.spatial.runner import run
 
@@ -36,12 +36,12 @@ class Gathers:
     received_bytes: int = 0
 
 
-class Parts:
+class SpatialParts:
     """One rank's rules for divided tensors, and its messages to the other ranks.
 
     All ranks run the same program with equal values and equal random number generators. ::
 
-        with Parts(GroupLink(group)) as parts:
+        with SpatialParts(GroupLink(group)) as parts:
             images = parts.scatter(images, axis=-2)    # Every rank has all images, and keeps its own rows.
             loss = criterion(network(images), parts.scatter(targets, axis=-2))
             loss.backward()                            # Parameters get the gradients of the whole images.
@@ -56,14 +56,14 @@ class Parts:
         sent_bytes: Bytes that this rank has sent to other ranks, apart from sums.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: PartsLink) -> None:
         self._link = link
         self.rank, self.count = link.rank, link.count
         self.gathers: defaultdict[tuple[str, str], Gathers] = defaultdict(Gathers)
         self.sent_bytes = 0
         self._tracking: list[Any] = []
 
-    def __enter__(self) -> "Parts":
+    def __enter__(self) -> "SpatialParts":
         """Let autograd repeat views of divided tensors that the program writes, instead of using their strides."""
         self._tracking.append(tracked_views())
         return self
@@ -95,7 +95,7 @@ class Parts:
             axis: The dimension that is divided.
         """
         axis %= whole.dim()
-        layout = Layout(axis, whole.shape[axis])
+        layout = RowLayout(axis, whole.shape[axis])
         return RowsTensor.create(
             self, self.take(whole, layout).contiguous(memory_format=memory_format_of(whole)), layout
         )
@@ -117,7 +117,7 @@ class Parts:
             form[: len(values)] = torch.tensor(values)
         kind, is_channels_last, dimensions, *shape = self.reduce(form.to(device)).tolist()
         shape, axis = shape[:dimensions], axis % dimensions
-        layout = Layout(axis, shape[axis])
+        layout = RowLayout(axis, shape[axis])
         memory_format = torch.contiguous_format
         if is_channels_last:
             memory_format = torch.channels_last if dimensions == 4 else torch.channels_last_3d
@@ -159,7 +159,7 @@ class Parts:
 
     # Parts of tensors, for the rules.
 
-    def take(self, whole: Tensor, layout: Layout) -> Tensor:
+    def take(self, whole: Tensor, layout: RowLayout) -> Tensor:
         """Return this rank's part of a tensor that all ranks have."""
         low, high = self.bounds(layout.size)[self.rank]
         if layout.outer == 1:
@@ -167,7 +167,7 @@ class Parts:
         blocks = whole.reshape(_unflattened(whole, layout, layout.size))
         return blocks.narrow(layout.axis + 1, low, high - low).flatten(layout.axis, layout.axis + 2)
 
-    def part(self, tensor: Tensor, layout: Layout, why: str = "another layout") -> Tensor:
+    def part(self, tensor: Tensor, layout: RowLayout, why: str = "another layout") -> Tensor:
         """Return this rank's part of a tensor, which is plain or divided in any way."""
         if not isinstance(tensor, RowsTensor) or tensor.row_layout is None:
             return self.take(tensor.rows if isinstance(tensor, RowsTensor) else tensor, layout)
@@ -264,11 +264,11 @@ class Parts:
         pieces = torch.split(total, [tensor.numel() for tensor in tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
-    def _gathered(self, rows: Tensor, layout: Layout) -> Tensor:
+    def _gathered(self, rows: Tensor, layout: RowLayout) -> Tensor:
         axis, size = layout.axis, layout.size
         if layout.outer > 1:
             blocks = rows.reshape(_unflattened(rows, layout, self.own(size)))
-            return self._gathered(blocks, Layout(axis + 1, size)).flatten(axis, axis + 2)
+            return self._gathered(blocks, RowLayout(axis + 1, size)).flatten(axis, axis + 2)
         held = scaled(self.bounds(size), layout.inner)
         return self.fetch(rows, axis, held, ((0, size * layout.inner),) * self.count)
 
@@ -286,7 +286,7 @@ def _overlap(range_: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]
     return max(range_[0], other[0]), min(range_[1], other[1])
 
 
-def _unflattened(tensor: Tensor, layout: Layout, rows: int) -> list[int]:
+def _unflattened(tensor: Tensor, layout: RowLayout, rows: int) -> list[int]:
     """Return the shape in which the divided dimension is split into three, of which the second contains the rows."""
     shape = list(tensor.shape)
     shape[layout.axis : layout.axis + 1] = [layout.outer, rows, layout.inner]

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.spatial.layout import Layout
+from cnnstrategies.spatial.layout import RowLayout
 from cnnstrategies.spatial.rows_tensor import RowsTensor, local_shape, rows_in
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 # Operations without torch's tag "pointwise" that compute each element by itself, or copy it.
 NAMES = {
@@ -34,7 +34,7 @@ def is_pointwise(func: Any) -> bool:
     return overload is not None and torch.Tag.pointwise in overload.tags
 
 
-def pointwise(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def pointwise(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run the operation on the rows of each rank, with the same rows of the other operands."""
     if "out" in arguments:
         return NotImplemented
@@ -62,7 +62,7 @@ def pointwise(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return tuple(map(wrapped, result)) if isinstance(result, tuple) else wrapped(result)
 
 
-def _common_layout(divided: list[RowsTensor], tensors: list[Tensor], dimensions: int) -> Layout | None:
+def _common_layout(divided: list[RowsTensor], tensors: list[Tensor], dimensions: int) -> RowLayout | None:
     """Return the layout of the result, or None if the rows of each divided operand are repeated in the result."""
     for tensor in divided:
         layout = tensor.row_layout
@@ -77,7 +77,7 @@ def _lengths(tensors: list[Tensor], axis: int) -> list[int]:
     return [tensor.shape[axis] for tensor in tensors if tensor.dim() >= -axis]
 
 
-def _operand(parts: "Parts", tensor: Tensor, layout: Layout, dimensions: int) -> Tensor:
+def _operand(parts: "SpatialParts", tensor: Tensor, layout: RowLayout, dimensions: int) -> Tensor:
     """Return the rows of an operand that belong to this rank's rows of the result."""
     axis = layout.axis - dimensions + tensor.dim()
     whole = layout.length(layout.size)
@@ -86,7 +86,7 @@ def _operand(parts: "Parts", tensor: Tensor, layout: Layout, dimensions: int) ->
     return parts.part(tensor, layout.at(axis))
 
 
-def new_like(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def new_like(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Create a tensor, which is divided if it has as many rows as the divided tensor."""
     source: RowsTensor = arguments["self"]
     layout, size = source.row_layout, list(arguments["size"])

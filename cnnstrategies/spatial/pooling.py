@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.spatial.layout import Layout, kernel_windows
+from cnnstrategies.spatial.layout import RowLayout, kernel_windows
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 
-def max_pool(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def max_pool(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run max pooling, which also returns the positions of the maxima."""
     pool = _Pool.of(parts, arguments)
     if pool is None:
@@ -30,7 +30,7 @@ def max_pool(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, values, pool.outputs), RowsTensor.create(parts, positions, pool.outputs)
 
 
-def max_pool_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def max_pool_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradient of max pooling."""
     pool = _Pool.of(parts, arguments)
     if pool is None:
@@ -40,7 +40,7 @@ def max_pool_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> A
     return pool.returned(func, arguments | {"grad_output": grad, "indices": positions}, grad)
 
 
-def average_pool(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def average_pool(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run average pooling: sums of windows, divided by the numbers of elements in the whole image."""
     pool = _Pool.of(parts, arguments)
     if pool is None:
@@ -52,7 +52,7 @@ def average_pool(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, sums / pool.divisor(arguments), pool.outputs)
 
 
-def average_pool_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def average_pool_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradient of average pooling."""
     pool = _Pool.of(parts, arguments)
     if pool is None:
@@ -78,7 +78,7 @@ class _Pool:
     """
 
     @classmethod
-    def of(cls, parts: "Parts", arguments: dict[str, Any]) -> "_Pool | None":
+    def of(cls, parts: "SpatialParts", arguments: dict[str, Any]) -> "_Pool | None":
         """Return the rows for a pooling, or None if another dimension than those of the images is divided."""
         source = arguments["self"]
         spatial = len(arguments["kernel_size"])
@@ -86,15 +86,15 @@ class _Pool:
             return None
         return cls(parts, arguments, source) if source.row_layout.axis >= source.dim() - spatial else None
 
-    def __init__(self, parts: "Parts", arguments: dict[str, Any], source: RowsTensor) -> None:
+    def __init__(self, parts: "SpatialParts", arguments: dict[str, Any], source: RowsTensor) -> None:
         assert source.row_layout is not None
         self._parts, self.axis, self.size = parts, source.row_layout.axis, source.shape[source.row_layout.axis]
         self._spatial = len(arguments["kernel_size"])
         dimension = self.axis - source.dim() + self._spatial
         self._forms = [_Form(arguments, source, index) for index in range(self._spatial)]
         form = self._forms[dimension]
-        self.outputs = Layout(self.axis, form.size_out)
-        self.rows, self.held = parts.part(source, Layout(self.axis, self.size)), parts.bounds(self.size)
+        self.outputs = RowLayout(self.axis, form.size_out)
+        self.rows, self.held = parts.part(source, RowLayout(self.axis, self.size)), parts.bounds(self.size)
         outputs = parts.bounds(form.size_out)
         self.windows = kernel_windows(outputs, form.kernel, form.stride, form.padding, form.dilation)
         self.first, last = self.windows[parts.rank]
@@ -141,7 +141,9 @@ class _Pool:
             func(**(arguments | {"self": window.contiguous()} | self.local)) if grad.numel() else grad.new_zeros(shape)
         )
         return RowsTensor.create(
-            self._parts, self._parts.give_back(values, self.axis, self.held, self.windows), Layout(self.axis, self.size)
+            self._parts,
+            self._parts.give_back(values, self.axis, self.held, self.windows),
+            RowLayout(self.axis, self.size),
         )
 
 

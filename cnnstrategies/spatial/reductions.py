@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cnnstrategies.spatial.layout import Layout
+from cnnstrategies.spatial.layout import RowLayout
 from cnnstrategies.spatial.norms import STATISTICS, statistics
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 from cnnstrategies.spatial.views import one_dimension
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 
 def _dimensions(arguments: dict[str, Any], dimensions: int) -> list[int]:
@@ -22,7 +22,7 @@ def _dimensions(arguments: dict[str, Any], dimensions: int) -> list[int]:
     return [dimension % dimensions for dimension in ([value] if isinstance(value, int) else value)]
 
 
-def _kept(parts: "Parts", rows: Tensor, layout: Layout, reduced: list[int], keepdim: bool) -> RowsTensor:
+def _kept(parts: "SpatialParts", rows: Tensor, layout: RowLayout, reduced: list[int], keepdim: bool) -> RowsTensor:
     """Return the result of a reduction of other dimensions than the divided one."""
     removed = 0 if keepdim else sum(dimension < layout.axis for dimension in reduced)
     return RowsTensor.create(parts, rows, layout.at(layout.axis - removed))
@@ -31,7 +31,7 @@ def _kept(parts: "Parts", rows: Tensor, layout: Layout, reduced: list[int], keep
 def reduction(operation: str) -> Callable[..., Any]:
     """Return the rule of a reduction whose results of several ranks are combined by a sum, maximum or minimum."""
 
-    def rule(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+    def rule(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
         tensor = arguments["self"]
         if not isinstance(tensor, RowsTensor) or tensor.row_layout is None or "out" in arguments:
             return NotImplemented
@@ -46,7 +46,7 @@ def reduction(operation: str) -> Callable[..., Any]:
     return rule
 
 
-def local_reduction(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def local_reduction(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Reduce dimensions that are not divided: logsumexp, argmax, and norms of vectors."""
     tensor: RowsTensor = arguments["self"]
     layout, reduced = tensor.row_layout, _dimensions(arguments, tensor.dim())
@@ -56,7 +56,7 @@ def local_reduction(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any
     return _kept(parts, func(**(arguments | {"self": tensor.rows})), layout, reduced, arguments["keepdim"])
 
 
-def extreme(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def extreme(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Return maxima or minima of a dimension with their positions, or the maximum or minimum of all elements."""
     tensor = arguments["self"]
     if "dim" in arguments:
@@ -67,7 +67,7 @@ def extreme(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return parts.reduce(func(tensor.rows), func.overloadpacket.__name__)
 
 
-def mean(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def mean(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute a mean."""
     tensor: RowsTensor = arguments["self"]
     layout, reduced = tensor.row_layout, _dimensions(arguments, tensor.dim())
@@ -84,7 +84,7 @@ def mean(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return parts.reduce(total).div_(count).to(dtype)
 
 
-def variance(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def variance(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute a variance or a standard deviation, and for some operations the mean."""
     tensor: RowsTensor = arguments["self"]
     layout, reduced = tensor.row_layout, _dimensions(arguments, tensor.dim())
@@ -108,7 +108,7 @@ def variance(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return (spread, average.to(tensor.dtype)) if name.endswith("_mean") else spread
 
 
-def softmax(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def softmax(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run softmax, log_softmax or their gradients along a dimension that is not divided."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     first = next(value for value in tensors.values() if isinstance(value, RowsTensor))

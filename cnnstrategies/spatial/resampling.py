@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.spatial.layout import Bounds, Layout
+from cnnstrategies.spatial.layout import Bounds, RowLayout
 from cnnstrategies.spatial.rows_tensor import RowsTensor
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 
-def resample(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def resample(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Interpolate an image, or average its parts."""
     source = arguments["self"]
     size_out = _size_out(arguments, source.shape)
     plan = _Plan.of(parts, func, arguments, source.row_layout, list(source.shape), size_out, source.dtype)
     if plan is None:
         return NotImplemented
-    window = parts.fetch(parts.part(source, Layout(plan.axis, plan.size)), plan.axis, plan.held, plan.windows)
+    window = parts.fetch(parts.part(source, RowLayout(plan.axis, plan.size)), plan.axis, plan.held, plan.windows)
     if not window.numel():
         shape = [*source.shape[: -len(size_out)], *size_out]
         shape[plan.axis] = parts.own(plan.outputs.size)
@@ -38,7 +38,7 @@ def resample(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, result, plan.outputs)
 
 
-def resample_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def resample_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Compute the gradient of :func:`resample`."""
     grad = arguments["grad_output"]
     size_in = list(arguments["self"].shape if "self" in arguments else arguments["input_size"])
@@ -62,7 +62,7 @@ def resample_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> A
             local["input_size"] = local_in
         values = func(**{name: (arguments | local)[name] for name in arguments})
     result = parts.give_back(values, plan.axis, plan.held, plan.windows)
-    return RowsTensor.create(parts, result, Layout(plan.axis, plan.size))
+    return RowsTensor.create(parts, result, RowLayout(plan.axis, plan.size))
 
 
 class _Plan:
@@ -80,10 +80,10 @@ class _Plan:
     @classmethod
     def of(
         cls,
-        parts: "Parts",
+        parts: "SpatialParts",
         func: Any,
         arguments: dict[str, Any],
-        layout: Layout | None,
+        layout: RowLayout | None,
         size_in: list[int],
         size_out: list[int],
         dtype: torch.dtype,
@@ -95,7 +95,7 @@ class _Plan:
 
     def __init__(
         self,
-        parts: "Parts",
+        parts: "SpatialParts",
         func: Any,
         arguments: dict[str, Any],
         axis: int,
@@ -106,7 +106,7 @@ class _Plan:
         self._parts, self.axis, self.size = parts, axis, size_in[axis]
         self._size_out, self._dimension = size_out, axis - len(size_in) + len(size_out)
         length = size_out[self._dimension]
-        self.outputs = Layout(axis, length)
+        self.outputs = RowLayout(axis, length)
         self._padding = list(arguments.get("padding", []))
         self._scales = [name for name in arguments if name.startswith("scales")]
         scale = arguments[self._scales[self._dimension]] if self._scales else None

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from cnnstrategies._torch_private import NO_OWN_FUNCTIONS, allow_in_lists, tensor_without_storage
 from cnnstrategies.placed.messages import RefusedError
-from cnnstrategies.spatial.layout import Layout
+from cnnstrategies.spatial.layout import RowLayout
 
 
-class Interpreter(Protocol):
-    """The rules of a rank, which `Parts` implements."""
+class RowRules(Protocol):
+    """The rules of a rank, which `SpatialParts` implements."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation by the rules."""
@@ -64,17 +64,17 @@ class RowsTensor(Tensor):
         origin: The view that the tensor would be on one device, if it is a copy here.
     """
 
-    parts: Interpreter
+    parts: RowRules
     rows: Tensor
-    row_layout: Layout | None
+    row_layout: RowLayout | None
     memory: Memory
     origin: Origin | None
 
     @staticmethod
     def create(
-        parts: Interpreter,
+        parts: RowRules,
         rows: Tensor,
-        layout: Layout | None,
+        layout: RowLayout | None,
         memory: Memory | None = None,
         origin: Origin | None = None,
     ) -> "RowsTensor":
@@ -166,7 +166,7 @@ def rows_in(args: Any, kwargs: Any) -> Iterator[RowsTensor]:
                     yield item
 
 
-def whole_form(rows: Tensor, layout: Layout) -> tuple[list[int], list[int]]:
+def whole_form(rows: Tensor, layout: RowLayout) -> tuple[list[int], list[int]]:
     """Return the shape and the strides of the whole tensor, in which the dimensions have the order of the rows'."""
     shape, strides = list(rows.shape), list(rows.stride())
     axis, length = layout.axis, shape[layout.axis]
@@ -179,7 +179,7 @@ def whole_form(rows: Tensor, layout: Layout) -> tuple[list[int], list[int]]:
     return shape, strides
 
 
-def local_shape(shape: Sequence[int], layout: Layout, rows: int) -> list[int]:
+def local_shape(shape: Sequence[int], layout: RowLayout, rows: int) -> list[int]:
     """Return the shape of a part with a number of rows."""
     local = list(shape)
     local[layout.axis] = layout.length(rows)

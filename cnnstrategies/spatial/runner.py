@@ -15,10 +15,10 @@ from cnnstrategies.spatial.rows_tensor import RowsTensor, memory_format_of, rows
 from cnnstrategies.spatial.rules import Rule, rule_of
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 
-class Facts:
+class OperationFacts:
     """Facts about an operation that do not depend on its operands.
 
     Attributes:
@@ -53,10 +53,10 @@ class Facts:
         return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
 
 
-facts_of: Callable[[Any], Facts] = cache(Facts)
+facts_of: Callable[[Any], OperationFacts] = cache(OperationFacts)
 
 
-def run(parts: "Parts", func: Any, args: Any, kwargs: Any) -> Any:
+def run(parts: "SpatialParts", func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation, of which some operands are divided."""
     facts = facts_of(func)
     operands = list(rows_in(args, kwargs))
@@ -89,7 +89,9 @@ def _without_origin(tensor: Tensor) -> Tensor:
     return tensor.rows if type(tensor) is RowsTensor and tensor.row_layout is None else tensor
 
 
-def _run_whole(parts: "Parts", func: Any, facts: Facts, operands: list[RowsTensor], args: Any, kwargs: Any) -> Any:
+def _run_whole(
+    parts: "SpatialParts", func: Any, facts: OperationFacts, operands: list[RowsTensor], args: Any, kwargs: Any
+) -> Any:
     """Run an operation on all ranks with all rows."""
     wholes = {id(tensor): parts.gather(tensor, facts.name) for tensor in operands}
     whole_args, whole_kwargs = with_tensors(lambda tensor: wholes.get(id(tensor), tensor), args, kwargs)
@@ -107,7 +109,7 @@ def _run_whole(parts: "Parts", func: Any, facts: Facts, operands: list[RowsTenso
     return _mapped(returned, result)
 
 
-def _divided_again(parts: "Parts", operand: RowsTensor, whole: Tensor) -> Tensor:
+def _divided_again(parts: "SpatialParts", operand: RowsTensor, whole: Tensor) -> Tensor:
     """Return a result, divided as an operand if it has as many elements there."""
     layout = operand.row_layout
     assert layout is not None

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from cnnstrategies.placed.call_site import call_site
 from cnnstrategies.placed.messages import RefusedError
-from cnnstrategies.spatial.layout import Bounds, Layout, split_view, viewed
+from cnnstrategies.spatial.layout import Bounds, RowLayout, split_view, viewed
 from cnnstrategies.spatial.rows_tensor import Memory, RowsTensor, local_shape, memory_format_of
 
 if TYPE_CHECKING:
-    from cnnstrategies.spatial.parts import Parts
+    from cnnstrategies.spatial.parts import SpatialParts
 
 
-def permute(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def permute(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Reorder dimensions: permute, transpose and t."""
     tensor: RowsTensor = arguments["self"]
     dimensions = tensor.dim()
@@ -28,7 +28,7 @@ def permute(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return _alias(parts, tensor, func(**(arguments | {"self": tensor.rows})), layout.at(order.index(layout.axis)))
 
 
-def view(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def view(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Change the shape: view, reshape and their variants."""
     tensor: RowsTensor = arguments["self"]
     layout = _layout_of(tensor)
@@ -47,14 +47,14 @@ def view(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, rows.reshape(local) if not rows.numel() else rows.view(local), new, memory)
 
 
-def unsqueeze(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def unsqueeze(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Add a dimension."""
     tensor: RowsTensor = arguments["self"]
     layout, dimension = _layout_of(tensor), arguments["dim"] % (tensor.dim() + 1)
     return _alias(parts, tensor, tensor.rows.unsqueeze(dimension), layout.at(layout.axis + (dimension <= layout.axis)))
 
 
-def squeeze(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def squeeze(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Remove dimensions of size 1, unless one of them is divided."""
     tensor: RowsTensor = arguments["self"]
     layout = _layout_of(tensor)
@@ -70,7 +70,7 @@ def squeeze(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return _alias(parts, tensor, rows, layout.at(layout.axis - sum(dimension < layout.axis for dimension in removed)))
 
 
-def expand(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def expand(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Repeat a tensor along dimensions of size 1."""
     tensor: RowsTensor = arguments["self"]
     layout, size = _layout_of(tensor), list(arguments["size"])
@@ -81,7 +81,7 @@ def expand(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return _alias(parts, tensor, tensor.rows.expand(size), layout.at(axis))
 
 
-def one_dimension(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def one_dimension(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Take parts along a dimension that is not divided: select, split, unbind, cumsum, softmax and similar."""
     tensor: RowsTensor = arguments["self"]
     layout, dimension = _layout_of(tensor), arguments["dim"] % tensor.dim()
@@ -94,7 +94,7 @@ def one_dimension(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return type(result)(wrapped) if isinstance(result, (list, tuple)) else wrapped[0]
 
 
-def slice_rows(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def slice_rows(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Take a slice of a dimension, with rows from other ranks if the dimension is divided."""
     tensor: RowsTensor = arguments["self"]
     layout, dimension = _layout_of(tensor), arguments["dim"] % tensor.dim()
@@ -107,7 +107,7 @@ def slice_rows(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return take_rows(parts, tensor, range(start, stop, step))
 
 
-def slice_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def slice_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Return the gradient of a tensor of which a slice or one index was taken."""
     grad: RowsTensor = arguments["grad_output"]
     layout, sizes = _layout_of(grad), list(arguments["input_sizes"])
@@ -124,7 +124,7 @@ def slice_backward(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return shift_rows(parts, grad, start, sizes[dimension])
 
 
-def pad(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def pad(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Pad with a constant, or cut off where the padding is negative."""
     tensor: RowsTensor = arguments["self"]
     layout, padding = _layout_of(tensor), list(arguments["pad"])
@@ -141,7 +141,7 @@ def pad(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, func(**(arguments | {"self": moved.rows, "pad": padding})), moved.row_layout)
 
 
-def cat(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def cat(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Concatenate tensors."""
     tensors = [tensor for tensor in arguments["tensors"] if tuple(tensor.shape) != (0,)]
     first = next(tensor for tensor in tensors if isinstance(tensor, RowsTensor))
@@ -157,10 +157,10 @@ def cat(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
         ranges = tuple((max(low, start) - start, max(min(high, stop), max(low, start)) - start) for low, high in wanted)
         pieces.append(_fetched(parts, tensor, dimension, ranges))
         start = stop
-    return RowsTensor.create(parts, func(pieces, dimension), Layout(dimension, size))
+    return RowsTensor.create(parts, func(pieces, dimension), RowLayout(dimension, size))
 
 
-def stack(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def stack(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Concatenate tensors along a new dimension."""
     first = next(tensor for tensor in arguments["tensors"] if isinstance(tensor, RowsTensor))
     layout, dimension = _layout_of(first), arguments["dim"] % (first.dim() + 1)
@@ -168,7 +168,7 @@ def stack(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return RowsTensor.create(parts, func(rows, dimension), layout.at(layout.axis + (dimension <= layout.axis)))
 
 
-def flip(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def flip(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Reverse dimensions."""
     tensor: RowsTensor = arguments["self"]
     layout = _layout_of(tensor)
@@ -180,7 +180,7 @@ def flip(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return take_rows(parts, flipped, range(tensor.shape[layout.axis] - 1, -1, -1))
 
 
-def roll(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def roll(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Roll dimensions."""
     tensor: RowsTensor = arguments["self"]
     layout = _layout_of(tensor)
@@ -197,10 +197,10 @@ def roll(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
         return rolled
     wanted = parts.bounds(length)
     ends = [_fetched(parts, rolled, layout.axis, _clipped(wanted, by, length)) for by in (length - shift, -shift)]
-    return RowsTensor.create(parts, torch.cat(ends, layout.axis), Layout(layout.axis, length))
+    return RowsTensor.create(parts, torch.cat(ends, layout.axis), RowLayout(layout.axis, length))
 
 
-def as_strided(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def as_strided(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Refuse strides, which would be those of all rows.
 
     Raises:
@@ -212,7 +212,7 @@ def as_strided(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     )
 
 
-def index(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def index(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Take or put elements of a list of indices of one dimension that is not divided."""
     tensor, values = arguments["self"], arguments.get("values", arguments.get("source"))
     if not isinstance(tensor, RowsTensor):
@@ -235,38 +235,38 @@ def index(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
     return tensor if func.overloadpacket.__name__.endswith("_") else RowsTensor.create(parts, result, layout)
 
 
-def pixel_shuffle(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def pixel_shuffle(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Move channels into rows and columns."""
     tensor: RowsTensor = arguments["self"]
     layout = _layout_of(tensor)
     if layout.outer > 1 or layout.axis < tensor.dim() - 2:
         return NotImplemented
-    layout = Layout(layout.axis, tensor.shape[layout.axis])
+    layout = RowLayout(layout.axis, tensor.shape[layout.axis])
     rows, factor = parts.part(tensor, layout), arguments["upscale_factor"]
     *batch, channels, height, width = rows.shape
     # torch's own operation returns another shape if there are no rows.
     rows = rows.reshape(*batch, channels // factor**2, factor, factor, height, width)
     rows = rows.movedim((-2, -4, -1, -3), (-4, -3, -2, -1))
     rows = rows.reshape(*batch, channels // factor**2, height * factor, width * factor)
-    return RowsTensor.create(parts, rows, Layout(layout.axis, layout.size, 1, factor))
+    return RowsTensor.create(parts, rows, RowLayout(layout.axis, layout.size, 1, factor))
 
 
-def pixel_unshuffle(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def pixel_unshuffle(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Move rows and columns into channels."""
     tensor: RowsTensor = arguments["self"]
     layout, factor = _layout_of(tensor), arguments["downscale_factor"]
     if layout.outer > 1 or layout.axis < tensor.dim() - 2:
         return NotImplemented
-    divided = Layout(layout.axis, tensor.shape[layout.axis] // factor, 1, factor)
+    divided = RowLayout(layout.axis, tensor.shape[layout.axis] // factor, 1, factor)
     rows = parts.part(tensor, divided)
     *batch, channels, height, width = rows.shape
     rows = rows.reshape(*batch, channels, height // factor, factor, width // factor, factor)
     rows = rows.movedim((-3, -1, -4, -2), (-4, -3, -2, -1))
     rows = rows.reshape(*batch, channels * factor**2, height // factor, width // factor)
-    return RowsTensor.create(parts, rows, Layout(layout.axis, divided.size))
+    return RowsTensor.create(parts, rows, RowLayout(layout.axis, divided.size))
 
 
-def along_dimension(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any:
+def along_dimension(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Take or put elements along a dimension that is not divided: gather, scatter and scatter_add."""
     tensor = arguments["self"]
     first = next(value for value in arguments.values() if isinstance(value, RowsTensor))
@@ -282,7 +282,7 @@ def along_dimension(parts: "Parts", func: Any, arguments: dict[str, Any]) -> Any
     return tensor if is_written else RowsTensor.create(parts, result, layout)
 
 
-def take_rows(parts: "Parts", tensor: RowsTensor, indices: range) -> Any:
+def take_rows(parts: "SpatialParts", tensor: RowsTensor, indices: range) -> Any:
     """Return a tensor with the given rows of a tensor."""
     layout = _layout_of(tensor)
     if layout.outer > 1:
@@ -297,10 +297,10 @@ def take_rows(parts: "Parts", tensor: RowsTensor, indices: range) -> Any:
     if abs(indices.step) > 1:
         rows = rows[(slice(None),) * layout.axis + (slice(None, None, abs(indices.step)),)]
     rows = rows.contiguous(memory_format=memory_format_of(tensor))
-    return RowsTensor.create(parts, rows, Layout(layout.axis, len(indices)))
+    return RowsTensor.create(parts, rows, RowLayout(layout.axis, len(indices)))
 
 
-def shift_rows(parts: "Parts", tensor: RowsTensor, before: int, length: int, fill: float = 0) -> RowsTensor:
+def shift_rows(parts: "SpatialParts", tensor: RowsTensor, before: int, length: int, fill: float = 0) -> RowsTensor:
     """Return a tensor of another length in which the rows have been moved.
 
     Args:
@@ -313,12 +313,12 @@ def shift_rows(parts: "Parts", tensor: RowsTensor, before: int, length: int, fil
     axis = _layout_of(tensor).axis
     wanted = tuple((low - before, high - before) for low, high in parts.bounds(length))
     rows = _fetched(parts, tensor, axis, wanted, fill)
-    return RowsTensor.create(parts, rows.contiguous(memory_format=memory_format_of(tensor)), Layout(axis, length))
+    return RowsTensor.create(parts, rows.contiguous(memory_format=memory_format_of(tensor)), RowLayout(axis, length))
 
 
-def _fetched(parts: "Parts", tensor: Tensor, axis: int, wanted: Bounds, fill: float = 0) -> Tensor:
+def _fetched(parts: "SpatialParts", tensor: Tensor, axis: int, wanted: Bounds, fill: float = 0) -> Tensor:
     """Return ranges of the elements along a dimension, which is the divided one if the tensor is divided."""
-    layout = Layout(axis, tensor.shape[axis])
+    layout = RowLayout(axis, tensor.shape[axis])
     return parts.fetch(parts.part(tensor, layout), axis, parts.bounds(layout.size), wanted, fill)
 
 
@@ -338,10 +338,10 @@ def _resolved(size: Any, elements: int) -> list[int]:
     return shape
 
 
-def _layout_of(tensor: RowsTensor) -> Layout:
+def _layout_of(tensor: RowsTensor) -> RowLayout:
     assert tensor.row_layout is not None
     return tensor.row_layout
 
 
-def _alias(parts: "Parts", tensor: RowsTensor, rows: Tensor, layout: Layout) -> RowsTensor:
+def _alias(parts: "SpatialParts", tensor: RowsTensor, rows: Tensor, layout: RowLayout) -> RowsTensor:
     return RowsTensor.create(parts, rows, layout, tensor.memory)

@@ -227,11 +227,16 @@ def test_a_killed_rank_is_named_in_one_line():
 
 HELD = r"in step {} it had held [\d,]+ MB of main memory \(predicted: .*\); if memory has run out, "
 ALLOCATES, DIES = "torch.empty(2**50)", "os.kill(os.getpid(), 9)"
-PIPELINE = f"rank 1 was ended by SIGKILL, .*; {HELD.format(1)}set the strategy's option activation_checkpointing"
+FITS = r"a plan that fits by prediction: --trainer\.{} \([\d,]+ MB beside the parameters\)"
+RECOMPUTES = FITS.format(r"callbacks\+=ActivationCheckpointing")
+PIPELINE = (
+    f"rank 1 was ended by SIGKILL, .*; {HELD.format(1)}"
+    f"{FITS.format('strategy.init_args.activation_checkpointing=always')}"
+)
 # By case: the strategy, the statement of rank 1 in step 1, and a pattern of the output.
 EXHAUSTED = {
     "ddp": ("ddp", ALLOCATES, r"error: rank 1 on \S+ has run out of memory in step 1: it had held .* \(predicted: "),
-    "ddp_fork": ("ddp_fork", DIES, f"rank 1 was ended by SIGKILL, .*; {HELD.format(1)}use"),
+    "ddp_fork": ("ddp_fork", DIES, f"rank 1 was ended by SIGKILL, .*; {HELD.format(1)}{RECOMPUTES}"),
     "pipeline": ("hybrid_pipeline", DIES, PIPELINE),
     "pipeline_fork": ("hybrid_pipeline_fork", DIES, PIPELINE),
     "worker's allocator": (
@@ -239,7 +244,11 @@ EXHAUSTED = {
         ALLOCATES,
         r"error: rank 1 on \S+ has run out of memory in step 1: it had held .* \(predicted: ",
     ),
-    "worker": ("parameter_server", DIES, rf"worker 1 \(.* was killed by SIGKILL; it is .*; {HELD.format(1)}use"),
+    "worker": (
+        "parameter_server",
+        DIES,
+        rf"worker 1 \(.* was killed by SIGKILL; it is .*; {HELD.format(1)}{RECOMPUTES}",
+    ),
 }
 
 

@@ -9,7 +9,7 @@ from parts_in_turn import on_parts
 from torch import Tensor, nn
 from turns import generator_states, set_generators
 
-from cnnstrategies.spatial import Parts, RowsTensor
+from cnnstrategies.spatial import RowsTensor, SpatialParts
 
 
 def differentiable(tensor: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def check(function: Callable[..., Any], inputs: Sequence[Tensor], axes: Sequence
     expected = results_and_gradients(function, [differentiable(tensor) for tensor in inputs])
     set_generators(state)
 
-    def main(parts: Parts) -> Any:
+    def main(parts: SpatialParts) -> Any:
         tensors = [
             differentiable(tensor) if axis is None else parts.scatter(tensor, axis)
             for tensor, axis in zip(inputs, axes, strict=True)
@@ -59,9 +59,9 @@ def check(function: Callable[..., Any], inputs: Sequence[Tensor], axes: Sequence
     reports = on_parts(count, main)
     for groups, _ in reports:
         for group, wanted in zip(groups, expected, strict=True):
-            for tensor, one in zip(group, wanted, strict=True):
+            for tensor, expected_tensor in zip(group, wanted, strict=True):
                 assert type(tensor) is Tensor
-                torch.testing.assert_close(tensor, one.detach(), rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(tensor, expected_tensor.detach(), rtol=1e-12, atol=1e-12)
     return set(reports[0][1])
 
 
@@ -74,7 +74,7 @@ def check_training(
     torch.autograd.backward(expected)
     networks = [copy.deepcopy(network) for _ in range(count)]
 
-    def main(parts: Parts) -> Any:
+    def main(parts: SpatialParts) -> Any:
         outputs = networks[parts.rank](parts.scatter(images, -2))
         assert isinstance(outputs, RowsTensor) == has_maps
         value = loss(outputs, parts.scatter(targets, -2) if has_maps else targets)
@@ -83,11 +83,13 @@ def check_training(
 
     scale = max(float(parameter.grad.abs().max()) for parameter in single.parameters() if parameter.grad is not None)
     reports = on_parts(count, main)
-    for (value, _), own in zip(reports, networks, strict=True):
+    for (value, _), divided in zip(reports, networks, strict=True):
         torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
-        for (name, parameter), one in zip(own.named_parameters(), single.parameters(), strict=True):
+        for (name, parameter), expected_parameter in zip(divided.named_parameters(), single.parameters(), strict=True):
             assert type(parameter.grad) is Tensor, name
-            torch.testing.assert_close(parameter.grad, one.grad, rtol=1e-12, atol=1e-12 * scale, msg=name)
-        for (name, buffer), single_buffer in zip(own.named_buffers(), single.buffers(), strict=True):
+            torch.testing.assert_close(
+                parameter.grad, expected_parameter.grad, rtol=1e-12, atol=1e-12 * scale, msg=name
+            )
+        for (name, buffer), single_buffer in zip(divided.named_buffers(), single.buffers(), strict=True):
             torch.testing.assert_close(buffer, single_buffer, rtol=1e-12, atol=1e-12, msg=name)
     return set(reports[0][1])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from turns import MemoryLink, Turns
 
-from cnnstrategies.spatial import Parts
+from cnnstrategies.spatial import SpatialParts
 
 
 class TensorLink:
@@ -34,11 +34,11 @@ class TensorLink:
         return stacked.sum(0, dtype=tensor.dtype) if operation == "sum" else getattr(stacked, f"a{operation}")(0)
 
 
-def on_parts(count: int, function: Callable[[Parts], Any]) -> list[Any]:
+def on_parts(count: int, function: Callable[[SpatialParts], Any]) -> list[Any]:
     """Return the results of ``function(parts)`` on each rank. Raise a rank's error."""
 
     def main(rank: int, link: MemoryLink) -> Any:
-        with Parts(TensorLink(link, rank, count)) as parts:
+        with SpatialParts(TensorLink(link, rank, count)) as parts:
             return function(parts)
 
     results, errors = Turns(count).run(main)

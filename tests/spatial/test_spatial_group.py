@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from cnnstrategies.spatial import GroupLink, Parts
+from cnnstrategies.spatial import GroupLink, SpatialParts
 
 torch.manual_seed(5)
 NETWORK = nn.Sequential(
@@ -28,7 +28,7 @@ def train() -> tuple[list[Tensor], list[Tensor]]:
     group = dist.group.WORLD
     assert group is not None
     cpu = torch.device("cpu")
-    with Parts(GroupLink(group)) as parts:
+    with SpatialParts(GroupLink(group)) as parts:
         has_images = parts.rank == 1
         images = parts.hand_out(IMAGES if has_images else None, -2, 1, cpu)
         targets = parts.hand_out(TARGETS if has_images else None, -2, 1, cpu)
@@ -49,6 +49,6 @@ def test_processes_train_as_one_process() -> None:
     reports = run_ranks(3, train)  # In this process, nothing has run backward before.
     sums = torch.full((3, 2), 6.0).bfloat16()
     expected = [IMAGES, IMAGES.bfloat16(), sums, torch.full((3, 2), True), torch.full((3, 2), False)]
-    for own, received in reports:
+    for trained, received in reports:
         torch.testing.assert_close(received, expected, rtol=0, atol=0)
-        torch.testing.assert_close(own, gradients(IMAGES, TARGETS), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(trained, gradients(IMAGES, TARGETS), rtol=1e-12, atol=1e-12)
