@@ -124,7 +124,8 @@ def copy_changed_gradients(network: "PlacedNetwork") -> None:
 
     The program may have added to a sum over the replicas, for example the gradient of a penalty. Each replica has
     computed this gradient from its own copies, which may differ in the last bit on a GPU. The first replica's result
-    is therefore copied to the others. All replicas call this, outside of the rules for placed tensors.
+    is therefore copied to the others. All replicas call this after deferred sums have been computed, outside of the
+    rules for placed tensors.
     """
     summed, network.summed = network.summed, {}
     if summed:

@@ -108,9 +108,9 @@ class UserSteps:
             precision.backward(loss, self._module, optimizer, *args, **kwargs)
         self._connections.places.settle_gradients(parameters_in(self._module))
         if is_last:
+            self._values.finish_gradients()
             with self._connections.places.local():
                 copy_changed_gradients(self._placed)
-            self._values.finish_gradients()
         return precision.post_backward(loss, self._module)
 
 
