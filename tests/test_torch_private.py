@@ -21,6 +21,7 @@ from cnnstrategies._torch_private import (
     measure_every_step,
     parameters_in,
 )
+from cnnstrategies.placed import Places
 from cnnstrategies.placed.runner import Operations
 
 
@@ -80,6 +81,9 @@ def test_all_parameters_of_nested_and_shared_modules_are_listed():
 def test_the_rules_for_operations_run_without_torchs_wrapper():
     assert not hasattr(Operations.__torch_dispatch__, "__wrapped__")
     assert not is_compiling()
+    with Places(0, 1, None):  # A single rank has no messages.
+        doubled = torch.compile(lambda values: values * 2, backend="eager")
+        assert doubled(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_function_mode_is_on_again_below_modes_that_a_generator_has_entered():

@@ -259,7 +259,8 @@ class Operations(QuickOperationMode):  # type: ignore[no-untyped-call]
     def __init__(self, runner: OperationRunner) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._runner = runner
-        self._run_without_compiler = not_compiled(runner.run)
+        # The compiler marks the function, which a method of an object does not allow.
+        self._run_without_compiler = not_compiled(lambda func, args, kwargs: runner.run(func, args, kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation by the rules."""
