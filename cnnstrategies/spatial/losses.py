@@ -40,10 +40,7 @@ def class_loss(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> A
     layouts = _class_layouts(arguments)
     if layouts is None:
         return NotImplemented
-    scores, targets = (
-        parts.part(arguments[name], layout) for name, layout in zip(("self", "target"), layouts, strict=True)
-    )
-    local = arguments | {"self": scores, "target": targets}
+    local = _local_classes(parts, arguments, layouts)
     if arguments["reduction"] == _NONE:
         result, weight = func(**local)
         return RowsTensor.create(parts, result, layouts[1]), weight
@@ -57,10 +54,7 @@ def class_loss_backward(parts: "SpatialParts", func: Any, arguments: dict[str, A
     layouts = _class_layouts(arguments)
     if layouts is None:
         return NotImplemented
-    scores, targets = (
-        parts.part(arguments[name], layout) for name, layout in zip(("self", "target"), layouts, strict=True)
-    )
-    local = arguments | {"self": scores, "target": targets}
+    local = _local_classes(parts, arguments, layouts)
     if arguments["reduction"] == _NONE:
         local["grad_output"] = parts.part(arguments["grad_output"], layouts[1])
     return RowsTensor.create(parts, func(**local), layouts[0])
@@ -78,6 +72,14 @@ def _class_layouts(arguments: dict[str, Any]) -> tuple[RowLayout, RowLayout] | N
     layout = targets.row_layout
     assert layout is not None
     return layout.at(layout.axis + (layout.axis > 0)), layout
+
+
+def _local_classes(
+    parts: "SpatialParts", arguments: dict[str, Any], layouts: tuple[RowLayout, RowLayout]
+) -> dict[str, Any]:
+    """Return the arguments with this rank's rows of the scores and of the targets."""
+    pairs = zip(("self", "target"), layouts, strict=True)
+    return arguments | {name: parts.part(arguments[name], layout) for name, layout in pairs}
 
 
 def _local(parts: "SpatialParts", arguments: dict[str, Any]) -> tuple[RowLayout | None, dict[str, Any]]:
