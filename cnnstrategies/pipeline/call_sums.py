@@ -110,7 +110,7 @@ class CallSums:
         results = dict(zip(parameters, map(_as_gradient, parameters.values(), multiplied), strict=True))
         if runner.replicas.group is None:
             return results
-        self._network.summed = {name: _state_of(results[name]) for name in whole}
+        self._network.summed = [(parameter, _state_of(results[name])) for name, parameter in whole.items()]
         place = self._network.ranks[runner.stage]
         defer = self._network.places.sums.defer
         return {
@@ -127,12 +127,10 @@ def copy_changed_gradients(network: "PlacedNetwork") -> None:
     is therefore copied to the others. All replicas call this after deferred sums have been computed, outside of the
     rules for placed tensors.
     """
-    summed, network.summed = network.summed, {}
-    if summed:
-        parameters = dict(network.division.network.named_parameters())
-        gradients = [(parameters[name].grad, state) for name, state in summed.items()]
-        changed = [gradient for gradient, state in gradients if gradient is not None and _state_of(gradient) != state]
-        network.runner.replicas.copy_from_first(changed)
+    summed, network.summed = network.summed, []
+    gradients = [(parameter.grad, state) for parameter, state in summed]
+    changed = [gradient for gradient, state in gradients if gradient is not None and _state_of(gradient) != state]
+    network.runner.replicas.copy_from_first(changed)
 
 
 def _state_of(gradient: Tensor) -> tuple[int, int]:

@@ -60,7 +60,7 @@ class PlacedNetwork:
         declared: The loss that the module declares, which allows the order 1F1B; None if the order is always GPipe's.
         window_ends: Whether the optimizer makes a step after the backward of the current training step.
         calls: Number of calls with gradients in the current training step.
-        summed: By the name of a parameter, the state of its gradient's sum over the replicas; see `call_sums`.
+        summed: Parameters, and the state of their gradients' sums over the replicas; see `call_sums`.
     """
 
     window_ends = False
@@ -110,7 +110,7 @@ class PlacedNetwork:
         self.runner.watch(self._owner, self.places, self.ranks)
         self.one_microbatch: str | None = None
         self.declared: DeclaredLoss | None = None
-        self.summed: dict[str, tuple[int, int]] = {}
+        self.summed: list[tuple[nn.Parameter, tuple[int, int]]] = []
         self._whole: set[Hashable] = set()  # Forms of batches that run as one microbatch.
 
     def place_state(self, network: nn.Module) -> None:
