@@ -1,9 +1,10 @@
 """Compare the predicted peak memory of training with the real one, for published networks and four strategies.
 
-    python benchmarks/planning/memory.py [--only NAME ...] [--strategies NAME ...] [--page FILE]
+    python benchmarks/planning/memory.py [--only NAME ...] [--strategies NAME ...] [--again]
 
-Results are kept in `build/memory`, one file for each network and strategy, so a second call continues. The script needs
-timm, and g++ to compile the counter.
+The results are in `memory.json`, each with its commit, machine and day. A call makes the runs that are missing, and
+writes the page with all results. With `--again` it repeats runs that are there. The script needs timm, and g++ to
+compile the counter.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +46,8 @@ from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStra
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pipeline"))
 from ranks import machine
 
-RESULTS = Path(__file__).resolve().parents[2] / "build/memory"
+BUILD = Path(__file__).resolve().parents[2] / "build/memory"
+RESULTS = Path(__file__).with_suffix(".json")
 STEPS, SAMPLES, MICROBATCHES = 3, 16, 4  # Samples of a global batch.
 STRATEGIES = ("one device", "ddp", "hybrid_pipeline", "parameter_server")
 ROOM = 1.1  # Limit of a run as a multiple of the predicted peak.
@@ -148,7 +151,7 @@ def plan(name: str, strategy: str, module: Module) -> tuple[list[PeakMemory], li
 
 def costs_of(name: str, module: Module) -> GraphCosts:
     """Return the bytes of a network's nodes, which are kept for all strategies."""
-    file = RESULTS / f"{name}.costs"
+    file = BUILD / f"{name}.costs"
     if not file.exists():
         size = NETWORKS[name][1]
         costs = bytes_of(trace_open(module.network, True), torch.empty(2, 3, size, size), SAMPLES)
@@ -245,38 +248,19 @@ def compared(name: str, strategy: str, library: Path) -> dict[str, Any]:
     return measured(name, strategy, library, limited=False) | {"within": False, "first": result["output"][-1500:]}
 
 
-def errors(result: dict[str, Any]) -> tuple[float, int, int]:
-    """Return the error of the prediction for the rank with the largest real peak, and both peaks in bytes."""
-    real = [peaks["training"] for peaks in result["real"]]
-    fullest = real.index(max(real))
-    predicted = PeakMemory(**result["predicted"][fullest]).total
-    return predicted / real[fullest] - 1, predicted, real[fullest]
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what `memory.json` keeps of a run: peaks in bytes of the rank with the larger real peak, and their ratio.
 
-
-def fits(result: dict[str, Any]) -> bool:
-    """Return whether each rank's real peak is within the limit that follows from its predicted peak."""
-    pairs = zip(result["real"], result["predicted"], strict=True)
-    return all(real["training"] <= ROOM * PeakMemory(**predicted).total for real, predicted in pairs)
-
-
-def predict_again() -> None:
-    """Replace the predictions of all results by those of the current code. The peaks stay those of the runs."""
-    for name in NETWORKS:
-        for strategy in STRATEGIES:
-            file = file_of(name, strategy)
-            if not file.exists():
-                continue
-            result = json.loads(file.read_text())
-            result["predicted"] = [asdict(peak) for peak in plan(name, strategy, module_of(name, strategy))[0]]
-            if "real" in result:
-                result["within"] = fits(result)
-                print(name, strategy, f"{errors(result)[0]:+.1%}", "" if result["within"] else "BEYOND", flush=True)
-            file.write_text(json.dumps(result))
-
-
-def file_of(name: str, strategy: str) -> Path:
-    """Return the file of a result."""
-    return RESULTS / f"{name}.{strategy.replace(' ', '_')}.json"
+    `steps` are the peaks of that rank's steps. `output` is the end of the output of a run that has failed.
+    """
+    commit = subprocess.check_output(["git", "rev-parse", "--short=8", "HEAD"], text=True, cwd=RESULTS.parent).strip()
+    made = {"commit": commit, "machine": machine()}
+    if "real" not in result:
+        return made | {"output": result["output"][-300:]}
+    fullest = max(result["real"], key=lambda peaks: peaks["training"])
+    predicted = PeakMemory(**result["predicted"][result["real"].index(fullest)]).total
+    peaks = {"predicted": predicted, "real": fullest["training"], "steps": fullest["steps"]}
+    return peaks | {"error": round(predicted / fullest["training"] - 1, 4), "within": result["within"]} | made
 
 
 def module_of(name: str, strategy: str) -> Module:
@@ -292,39 +276,48 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--page", type=Path, default=Path(__file__).with_suffix(".md"))
     parser.add_argument("--until", default="24:00", help="time of day at which no new run begins")
-    parser.add_argument("--predict_again", action="store_true", help="replace the predictions of earlier results")
+    parser.add_argument("--again", action="store_true", help="repeat runs that have a result")
     options = parser.parse_args()
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    if options.predict_again:
-        predict_again()
-    library = build(RESULTS)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    library = build(BUILD)
     for name in options.only:
         for strategy in options.strategies:
-            file = file_of(name, strategy)
-            if not file.exists() and time.strftime("%H:%M") < options.until:
+            results = json.loads(RESULTS.read_text(encoding="utf-8"))
+            missing = strategy not in results.setdefault(name, {})
+            if (options.again or missing) and time.strftime("%H:%M") < options.until:
                 result = compared(name, strategy, library)
-                file.write_text(json.dumps(result))
-                shown = f"{errors(result)[0]:+.1%}" if "real" in result else result["output"][-300:]
+                results[name][strategy] = kept = summary(result)
+                lines = [f"{json.dumps(name)}: {{\n{cells(results[name])}\n}}" for name in NETWORKS if name in results]
+                RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+                shown = f"{kept['error']:+.1%}" if "error" in kept else kept["output"]
                 print(name, strategy, shown, "" if result["within"] else "OUT OF MEMORY OR FAILED", flush=True)
     write_page(options.page)
 
 
+def cells(results: dict[str, Any]) -> str:
+    """Return the lines of `memory.json` for the runs of one network."""
+    ordered = {strategy: results[strategy] for strategy in STRATEGIES if strategy in results}
+    return ",\n".join(f"  {json.dumps(strategy)}: {json.dumps(run)}" for strategy, run in ordered.items())
+
+
 def write_page(page: Path) -> None:
     """Write the page from all results."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows, all_errors, failed, beyond = [], [], [], []
+    made: dict[tuple[str, str], list[str]] = {}  # Cells by commit and machine.
     for name in NETWORKS:
         row = [name]
         for strategy in STRATEGIES:
-            file = file_of(name, strategy)
-            result = json.loads(file.read_text()) if file.exists() else {}
+            cell, result = f"{name} under {strategy}", results.get(name, {}).get(strategy, {})
             if "real" not in result:
                 row.append("failed" if result else "-")
-                failed += [f"{name} under {strategy}"] if result else []
+                failed += [cell] if result else []
                 continue
-            error, predicted, real = errors(result)
-            all_errors.append(abs(error))
-            beyond += [] if result["within"] else [f"{name} under {strategy}"]
-            row.append(f"{predicted / 1e6:,.0f} / {real / 1e6:,.0f} ({error:+.0%})")
+            made.setdefault((result["commit"], result["machine"]), []).append(cell)
+            all_errors.append(abs(result["error"]))
+            beyond += [] if result["within"] else [cell]
+            error = f"{result['error']:+.0%}" if abs(result["error"]) >= 0.005 else "0%"
+            row.append(f"{result['predicted'] / 1e6:,.0f} / {result['real'] / 1e6:,.0f} ({error})")
         rows.append(row)
     text = TEXT.format(
         count=len(all_errors),
@@ -338,9 +331,13 @@ def write_page(page: Path) -> None:
         samples=SAMPLES,
         microbatches=MICROBATCHES,
     )
+    groups = sorted(made.items(), key=lambda group: -len(group[1]))
     lines = ["# Predicted and real peak memory", "", text.strip(), "", f"| network | {' | '.join(STRATEGIES)} |"]
-    lines += ["| --- |" + " --- |" * len(STRATEGIES), *(f"| {' | '.join(row)} |" for row in rows)]
-    lines += ["", f"{machine()} Command: `python memory.py`, in `benchmarks/planning`."]
+    lines += ["| --- |" + " --- |" * len(STRATEGIES), *(f"| {' | '.join(row)} |" for row in rows), ""]
+    for number, ((commit, described), runs) in enumerate(groups):
+        others = f"All{' other' * (len(groups) > 1)} runs"
+        lines += [f"- {', '.join(runs) if number else others}: commit {commit}. {described}"]
+    lines += ["", "Command: `python memory.py`, in `benchmarks/planning`."]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -353,7 +350,7 @@ MB of the rank with the larger real peak, and a dash stands for a run that has n
 have been measured: the mean error is {mean:.1%}, and the largest is {most:.0%}.{failed}
 
 Each run has a limit of 1.1 times its predicted peak, for each rank its own. {within} of {count} runs end within
-it.{beyond} A prediction that has changed after a run is compared with the peak of that run.
+it.{beyond}
 
 Where a run needs more, it is the first step that does, or the batch is not divided. Under `parameter_server` the first
 step compares the loss of the batch with the losses of two parts on a copy of the network; the copy and the gradient of
