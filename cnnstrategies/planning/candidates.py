@@ -11,6 +11,7 @@ from typing import Any, Literal
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Profile
+from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.memory import NO_UPDATE, OptimizerMemory, PeakMemory, Update, largest
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
@@ -49,6 +50,8 @@ class Job:
         precision: Value of ``trainer.precision`` with which the profile was measured, if this is not the value that the
             user configured, because nothing fits into memory with that value.
         update: Memory that an update of the optimizer needs besides its state.
+        image_parts: Costs of the network with images that are divided, for each number of parts that is possible.
+        whole_images: Reason why images cannot be divided, or why the costs are not known; empty without a reason.
     """
 
     profile: Profile
@@ -66,6 +69,8 @@ class Job:
     memory_limit: int | tuple[int, ...] | None = None
     precision: str | None = None
     update: Update = NO_UPDATE
+    image_parts: tuple[PartCosts, ...] = ()
+    whole_images: str = ""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -283,7 +288,7 @@ class Candidate:
     def __str__(self) -> str:
         shown = [name for name in ("replicas", "staleness") if name in self.options]
         text = " ".join([self.family, *(f"{self.options[name]}" for name in shown)])
-        short = {"microbatches": "M", "accumulate_grad_batches": "accumulated"}
+        short = {"microbatches": "M", "accumulate_grad_batches": "accumulated", "parts": "parts"}
         more = [f"{short[name]}={self.options[name]}" for name in short if self.options.get(name, 1) != 1]
         if "activation_checkpointing" in self.options:
             more.append("activations recomputed")

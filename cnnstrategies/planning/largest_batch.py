@@ -8,9 +8,10 @@ from cnnstrategies.planning.candidates import Candidate, Job
 from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.rank import data_parallel
+from cnnstrategies.planning.spatial import spatial
 
 # Strategies with which the largest batch is searched if no configuration names one.
-FAMILIES: tuple[str, ...] = ("ddp", "ddp_balanced", "hybrid", "parameter_server")
+FAMILIES: tuple[str, ...] = ("ddp", "ddp_balanced", "hybrid", "parameter_server", "spatial")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ def largest_of(job: Job, families: Collection[str], most: int, more_than: int = 
     """
 
     def rows(job_of_size: Job) -> Iterator[Candidate]:
-        simple = itertools.chain(data_parallel(job_of_size), ParameterServer(job_of_size).candidates())
+        simple = itertools.chain(
+            data_parallel(job_of_size), ParameterServer(job_of_size).candidates(), spatial(job_of_size)
+        )
         pipelines = hybrids(job_of_size) if "hybrid" in families else ()
         return itertools.chain((row for row in simple if row.family in families), pipelines)
 

@@ -29,10 +29,10 @@ def bytes_of(traced: fx.GraphModule, images: Images, samples: int) -> GraphCosts
         return torch.empty((samples, *image.shape[1:]), dtype=image.dtype, device=META)
 
     batch: Images = tree_map(batch_of, images)
-    return profile(_on_meta(traced), batch, repeats=0)
+    return profile(on_meta(traced), batch, repeats=0)
 
 
-def _on_meta(traced: fx.GraphModule) -> fx.GraphModule:
+def on_meta(traced: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a network on the meta device. No tensor is copied."""
     copies: dict[int, Tensor] = {}
     for parameter in traced.parameters():

@@ -18,6 +18,7 @@ from cnnstrategies.planning.hybrid import Hybrid, hybrids
 from cnnstrategies.planning.memory import PeakMemory, replica_peak
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.recompute import RECOMPUTED, choose_segments, recomputed_peak
+from cnnstrategies.planning.spatial import spatial
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
 
 ACCUMULATED = (
@@ -82,7 +83,7 @@ class NothingFitsError(ConfigurationError):
 
 def candidates(job: Job) -> Iterator[Candidate]:
     """Yield the candidates of all strategies, also those that do not fit into memory."""
-    return itertools.chain(data_parallel(job), hybrids(job), ParameterServer(job).candidates())
+    return itertools.chain(data_parallel(job), hybrids(job), ParameterServer(job).candidates(), spatial(job))
 
 
 def rank(job: Job) -> Ranking:
@@ -119,6 +120,14 @@ def rank(job: Job) -> Ranking:
         if shares := row.options.get("initial_shares") or row.options.get("shares"):
             unit = "microbatches" if isinstance(row, Hybrid) else "samples"
             notes.append(f"{row}: the devices get {', '.join(map(str, shares))} {unit} of a step")
+    if job.whole_images:
+        notes.append(f"spatial: not predicted, because divided images cannot be tried: {job.whole_images}")
+    notes += [
+        f"{row}: {len(costs.gathers)} operations need all rows on all devices: {', '.join(costs.gathers[:3])}"
+        for row in (*same, *changing)
+        for costs in job.image_parts
+        if row.family == "spatial" and row.options["parts"] == costs.parts and costs.gathers
+    ]
     if not job.profile.fixed:
         notes.append(
             "the profile was measured with one batch size, so times are assumed to be proportional to the number of "

@@ -26,6 +26,7 @@ CLASSES = {
     "hybrid": "HybridPipelineStrategy",
     "ddp_balanced": "BalancedDDPStrategy",
     "parameter_server": "ParameterServerStrategy",
+    "spatial": "SpatialStrategy",
 }
 
 

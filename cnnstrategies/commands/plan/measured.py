@@ -26,6 +26,7 @@ from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.devices import Device
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.planning.measure_parts import possible_parts
 from cnnstrategies.planning.memory import NO_UPDATE
 from cnnstrategies.runtime.host_memory import host_memory
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
@@ -85,6 +86,9 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     images, batch = _images(data)
     samples = samples or batch * loading
     optimizer = _optimizer(model)
+    image_parts, reason = possible_parts(
+        traced, images, devices, device, str(trainer.precision), _divided_axis(trainer.strategy)
+    )
     return Job(
         profile=_measure(traced, images, max(1, samples // devices), device, devices // machines, model, trainer),
         cluster=cluster or Cluster.connected(owned, _link(options, device, devices), machines),
@@ -99,6 +103,8 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         state_copies=2 + (_states(optimizer) if options.optimizer_states is None else options.optimizer_states),
         memory_limit=request.memory_limit_on(devices) if request else None,
         update=NO_UPDATE if optimizer is None else update_of(optimizer, device),
+        image_parts=image_parts,
+        whole_images=reason,
     )
 
 
@@ -110,6 +116,8 @@ def families_of(configuration: ModelAndData) -> tuple[str, ...]:
     name = configured if isinstance(configured, str) else str(configured.class_path)
     if "parameter_server" in name or "ParameterServer" in name:
         return ("parameter_server",)
+    if "spatial" in name.lower():
+        return ("spatial",)
     return ("ddp_balanced", "ddp") if "balanced" in name.lower() else ("ddp",)
 
 
@@ -253,6 +261,12 @@ def _request(configured: Any, module: LightningModule) -> LayoutRequest | None:
         return None
     request = LayoutRequest.of(arguments)
     return replace(request, schedule=order_of(module, request.schedule))
+
+
+def _divided_axis(configured: Any) -> int | None:
+    """Return the option ``axis`` of the strategy ``spatial`` in a configuration; None for all other strategies."""
+    axis: int | None = (getattr(configured, "init_args", None) or {}).get("axis")
+    return axis
 
 
 def _device_count(devices: Any) -> int:

@@ -1,0 +1,91 @@
+"""Predict a step and the memory of devices that each have a part of every image."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from cnnstrategies.planning.candidates import Candidate, DeviceLoad, Effect, Job
+from cnnstrategies.planning.cluster import slower
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.image_parts import PartCosts
+from cnnstrategies.planning.memory import PeakMemory, replica_peak
+from cnnstrategies.shares import deal
+
+
+def spatial(job: Job) -> Iterator[Candidate]:
+    """Yield a candidate for each number of parts into which images can be divided.
+
+    The devices of a group, which have consecutive numbers, have the parts of the same images. Several groups are
+    replicas, as in data parallelism.
+    """
+    for costs in job.image_parts:
+        if job.cluster.devices % costs.parts == 0 and job.cluster.devices // costs.parts <= job.samples:
+            yield _candidate(job, costs)
+
+
+def _candidate(job: Job, costs: PartCosts) -> Candidate:
+    cluster, parts = job.cluster, costs.parts
+    replicas = cluster.devices // parts
+    counts = deal(job.samples, [1] * replicas)
+    parameters = job.profile.costs.parameter_bytes
+    computing = [
+        job.profile.at(samples * share).time / cluster.speeds[group * parts + part]
+        for group, samples in enumerate(counts)
+        for part, share in enumerate(costs.shares)
+    ]
+    messages = 0.0
+    for group, samples in enumerate(counts):
+        link = cluster.ring(group * parts, parts)
+        messages = max(messages, _exchanging(link, costs, samples) + _summing(link, costs))
+    reduction = 0.0
+    if replicas > 1:
+        ranks = range(0, cluster.devices, parts)
+        link = slower(*(cluster.link(rank, following) for rank, following in pairwise(ranks)))
+        reduction = link.all_reduce_time(parameters, replicas)
+    compute = max(computing) + costs.seconds
+    step = compute + messages + reduction
+    sent = job.samples * sum(costs.sent_bytes) + 2 * replicas * (parts - 1) * costs.summed_bytes
+    return Candidate(
+        family="spatial",
+        options={"parts": parts},
+        effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
+        step=step,
+        sent_bytes=round(sent + 2 * (replicas - 1) * parts * parameters),
+        loads=tuple(
+            DeviceLoad(
+                _peak(job, costs, samples * share, samples, replicas),
+                _peak(job, costs, (samples + 1) * share, samples + 1, replicas).total
+                - _peak(job, costs, samples * share, samples, replicas).total,
+                samples,
+                seconds,
+            )
+            for (samples, share), seconds in zip(
+                ((samples, share) for samples in counts for share in costs.shares), computing, strict=True
+            )
+        ),
+        bottleneck="compute" if step < 1.5 * compute else job.network,
+    )
+
+
+def _exchanging(link: Link, costs: PartCosts, samples: int) -> float:
+    """Return the seconds in which the devices of a group exchange rows in a step."""
+    return costs.exchanges * (link.latency + 2 * link.work) + samples * costs.busiest_bytes / link.bandwidth
+
+
+def _summing(link: Link, costs: PartCosts) -> float:
+    """Return the seconds in which a group sums gradients and statistics in a step, each sum by itself."""
+    return costs.sums * link.all_reduce_time(costs.summed_bytes / costs.sums, costs.parts) if costs.sums else 0.0
+
+
+def _peak(job: Job, costs: PartCosts, share: float, samples: int, replicas: int) -> PeakMemory:
+    """Return the peak memory of a device.
+
+    Args:
+        job: Network, cluster and batch.
+        costs: Costs of the parts.
+        share: Number of samples that need as much memory as the device's part of the group's samples.
+        samples: Number of samples of the group.
+        replicas: Number of groups.
+    """
+    peak = replica_peak(job.profile.at(share), job.state, buckets=1.0 if replicas > 1 else 0.0)
+    return replace(peak, messages=peak.messages + round(samples * costs.window_bytes))
