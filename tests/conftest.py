@@ -35,6 +35,10 @@ ROOT = Path(__file__).parent.parent
 # Forked ranks inherit these settings: each rank has one thread, and there is no OpenMP pool that a fork would break.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# Programs that tests start keep the package's bytecode for the next program, whatever the environment says. To compile
+# the package takes 0.3 s in each program.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Each Trainer looks for callbacks in the metadata of all installed packages.
 registry.entry_points = functools.cache(registry.entry_points)
 # Lightning asks the system for a free port, and rank 0 binds it a moment later. By then another test may have bound it.
