@@ -84,21 +84,29 @@ def same_loaders(first: Sequence[float], second: Sequence[float]) -> bool:
     return first[0] == second[0] and all(left == right for left, right in pairs if left and right)
 
 
-def is_divided(loader: Any, processes: int, gather: Callable[[Row], Sequence[Row]]) -> bool:
+def is_divided(
+    loader: Any, processes: int, gather: Callable[[Row], Sequence[Row]], loading: Sequence[int] = (0,)
+) -> bool | None:
     """Whether the user's code has divided a loader's data among all processes. All processes must call this.
 
     Args:
         loader: This process's loader.
         processes: Number of processes.
         gather: Function that sends a row of numbers to all processes, and returns the rows of all processes.
+        loading: Processes that load in any case. The data of other processes must differ from the data of all of these.
+
+    Returns:
+        None if only the batches can show it, because the samples do not have indices.
     """
     declared = divided_among(loader)
     if declared is not None:
-        return declared[1] == processes > 1
-    if not has_map(loader):
+        return declared[1] == processes != len(loading)
+    if processes == len(loading):
         return False
+    if not has_map(loader):
+        return None
     rows = gather(describe_loader(loader))
-    return not all(same_loaders(rows[0], row) for row in rows)
+    return any(not any(same_loaders(rows[source], row) for source in loading) for row in rows)
 
 
 def _drawn_items(loader: DataLoader[Any]) -> Any:

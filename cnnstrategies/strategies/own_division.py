@@ -23,7 +23,7 @@ class LeavesDividedData(StrategyFacts):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return False
         if self._examined is None or self._examined[0] is not loader:
-            self._examined = loader, is_divided(loader, dist.get_world_size(), _rows_of_all)
+            self._examined = loader, bool(is_divided(loader, dist.get_world_size(), _rows_of_all))
         return self._examined[1]
 
 

@@ -6,15 +6,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from cnnstrategies.data.division import (
-    Row,
-    StreamComparison,
-    describe_batch,
-    describe_loader,
-    divided_among,
-    has_map,
-    same_loaders,
-)
+from cnnstrategies.data.division import Row, StreamComparison, describe_batch, divided_among, is_divided
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.joined_batches import joined
 from cnnstrategies.pipeline.timetable import Placement
@@ -120,23 +112,13 @@ class LoadingRanks:
     def _all_load(self, loader: Any) -> bool | None:
         declared = divided_among(loader)
         replicas, world = len(self._sources), self._placement.world_size
-        if declared is not None:
-            name, number = declared
-            if number not in (1, replicas, world):
-                raise ConfigurationError(
-                    f"{name} has num_replicas={number}: hybrid_pipeline has {replicas} loading process"
-                    f"{'es' if replicas > 1 else ''} in its first stage and {world} processes in all; leave "
-                    f"num_replicas out, set it to {world}, or use **trainer.distributed_sampler_kwargs"
-                )
-            return number == world != replicas
-        if not self._others:
-            return False
-        if not has_map(loader):
-            return None
-        rows = self._gather(describe_loader(loader))
-        return any(
-            not any(same_loaders(rows[source], rows[other]) for source in self._sources) for other in self._others
-        )
+        if declared is not None and declared[1] not in (1, replicas, world):
+            raise ConfigurationError(
+                f"{declared[0]} has num_replicas={declared[1]}: hybrid_pipeline has {replicas} loading process"
+                f"{'es' if replicas > 1 else ''} in its first stage and {world} processes in all; leave "
+                f"num_replicas out, set it to {world}, or use **trainer.distributed_sampler_kwargs"
+            )
+        return is_divided(loader, world, self._gather, self._sources)
 
     def _compare(self, batches: Iterator[Any]) -> list[Any]:
         """Determine from the first batches whether all ranks load, and return this rank's batches."""

@@ -288,7 +288,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.alone or self.world_size == 1 or self.options.data_dispatch == "dynamic":
             return False
         if self._examined is None or self._examined[0] is not loader:
-            self._examined = loader, is_divided(loader, self.world_size, self._rows_of_loaders)
+            self._examined = loader, bool(is_divided(loader, self.world_size, self._rows_of_loaders))
         return self._examined[1]
 
     def _rows_of_loaders(self, row: Row) -> list[Row]:
