@@ -22,7 +22,7 @@ from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.hybrid_pipeline.balancing import StageBalance
 from cnnstrategies.strategies.hybrid_pipeline.joined_parts import _joined, join_parts
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
-from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedPredictionLoader
+from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
@@ -118,11 +118,11 @@ def the_parts_of_a_batch_are_joined_one_after_the_other(original, parts, counts)
 
 
 @replaces(
-    PlacedPredictionLoader.note,
+    PlacedLoader.note_indices,
     killed_by=test_placed_loading.test_prediction_writers_get_the_indices_of_the_global_batch,
 )
 def a_prediction_writer_gets_the_indices_of_one_replica(original, self, index):
-    if not self.has_rows:
+    if self.places.rank:
         original(self, index)
 
 

@@ -24,7 +24,7 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.placed.partial import PartialTensor
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
-from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader, PlacedPredictionLoader
+from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 
 SIZE = 22
@@ -100,9 +100,7 @@ class MemoryTransport:
         return self.messages.receive(source, content)
 
 
-def placed(
-    places: Places, loader: Any, replicas: tuple[int, ...], small: int = 64, kind: Any = PlacedLoader, **options: Any
-) -> Any:
+def placed(places: Places, loader: Any, replicas: tuple[int, ...], small: int = 64, predicts: bool = False) -> Any:
     placement = Placement(replicas, microbatches=4)
     everyone = range(places.world_size)
     ranks = LoadingRanks(
@@ -112,7 +110,11 @@ def placed(
         lambda row: places.exchange(list(row), everyone, "rows"),
         lambda: MemoryTransport(places),  # type: ignore[arg-type, return-value]
     )
-    return kind(loader, ranks, places, placement, lambda n: max(places.exchange(n, everyone, "most")), small, **options)
+
+    def most(number: int) -> int:
+        return max(places.exchange(number, everyone, "most"))
+
+    return PlacedLoader(loader, ranks, places, placement, most, small, predicts)
 
 
 def seen(places: Places, value: Any) -> Any:
@@ -533,7 +535,7 @@ def test_prediction_writers_get_the_indices_of_the_global_batch():
         sampler = DistributedSampler(Samples(), 2, min(places.rank, 1), shuffle=False)
         batches = Indices(sampler, 3, drop_last=False)
         loader = DataLoader(Samples(), batch_sampler=batches)
-        mine = placed(places, loader, (2, 1), kind=PlacedPredictionLoader, has_rows=places.rank == 0)
+        mine = placed(places, loader, (2, 1), predicts=True)
         pairs = []
         for index, batch in enumerate(mine):
             pairs.append((batch[1].tolist(), mine.batch_sampler.seen_batch_indices[index]))

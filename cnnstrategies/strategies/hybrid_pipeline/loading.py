@@ -1,9 +1,8 @@
 """Load global batches so that every rank gets the whole batch: small tensors as copies, large tensors at a place."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -16,58 +15,34 @@ from cnnstrategies.data.sampling import batches_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import Places
-from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
-from cnnstrategies.runtime.seeds import mixed_seed, seed_all
-from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, take_apart
-from cnnstrategies.strategies.hybrid_pipeline.batch_readers import BatchReaders, map_tensors
-from cnnstrategies.strategies.hybrid_pipeline.joined_parts import (
-    DividedRows,
-    count_samples,
-    first_rows,
-    join_parts,
-    keep_rows,
-)
-from cnnstrategies.strategies.hybrid_pipeline.loader_messages import START, LoaderMessage, exchange, receive, send
+from cnnstrategies.strategies.hybrid_pipeline.batch_form import take_apart
+from cnnstrategies.strategies.hybrid_pipeline.joined_parts import count_samples, first_rows
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
-from cnnstrategies.strategies.hybrid_pipeline.random_states import changed_states, random_states, set_random_states
-from cnnstrategies.strategies.hybrid_pipeline.stage_loader import StageLoader, note_indices
+from cnnstrategies.strategies.hybrid_pipeline.placed_batches import NoneBatch, PlacedBatches
 
 # Default for the largest number of bytes of a tensor of which all ranks get copies.
 SMALL = 1 << 16
-CPU = torch.device("cpu")
 _numbers = itertools.count()  # Numbers of this process's loaders.
 
 
-class LargeTensor(NamedTuple):
-    """Metadata of a tensor that only the first stage has."""
+class PlacedLoader:
+    """Loader that yields global batches, with the user's structure and in the same number, on every rank.
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-# Metadata that take the place of tensors.
-KINDS = (LargeTensor, DividedRows)
-
-
-class NoneBatch(NamedTuple):
-    """A batch that is None. The user's loader has yielded it, for example because all samples were left out."""
-
-
-class PlacedLoader(StageLoader):
-    """Loader that yields global batches, with the user's structure, on every rank.
-
-    Ranks load parts of a batch as for :class:`StageLoader`. The samples of the global batch are in the order in which a
-    single process would load them. All ranks have copies of small tensors and of values that are not tensors. Large
-    tensors are on the ranks of the first stage, and on ranks that have read such a tensor of an earlier batch; see
-    :class:`BatchReaders`. They are foreign on all other ranks. If several ranks load, each of them keeps its rows of a
-    large tensor until an operation needs all rows; see :mod:`cnnstrategies.placed.partial`.
+    The ranks of the first stage load parts of a batch. If the user's code has divided the data among all ranks, all
+    ranks load. The samples of the global batch are in the order in which a single process would load them. All ranks
+    have copies of small tensors and of values that are not tensors. Large tensors are on the ranks of the first stage,
+    and on ranks that have read such a tensor of an earlier batch; see :class:`.BatchReaders`. They are foreign on all
+    other ranks. If several ranks load, each of them keeps its rows of a large tensor until an operation needs all rows;
+    see :mod:`cnnstrategies.placed.partial`.
 
     After each batch, the random generators of all ranks have the states of those of the first loading rank. Numbers
     that the loader draws in this rank's process are therefore drawn once, as on one device.
 
+    Other attributes of a loader are those of the rank's own loader.
+
     Attributes:
         number: Number of the loader, which is the same on all ranks.
+        length: Number of batches of every rank; None if it is not known.
 
     Args:
         loader: This rank's own loader.
@@ -76,6 +51,7 @@ class PlacedLoader(StageLoader):
         placement: The numbering of the ranks.
         most: Function that returns the largest of the numbers that the ranks pass. All ranks must call this function.
         small: Largest number of bytes of a tensor of which all ranks get copies.
+        predicts: Whether Lightning's prediction writers need the indices of the samples.
     """
 
     def __init__(
@@ -86,12 +62,35 @@ class PlacedLoader(StageLoader):
         placement: Placement,
         most: Callable[[int], int],
         small: int = SMALL,
+        predicts: bool = False,
     ) -> None:
-        super().__init__(loader, ranks, most)
-        self.places, self.small = places, small
+        self.loader, self.ranks, self.places = loader, ranks, places
+        self.small, self.predicts = small, predicts
         self.sources = tuple(placement.ranks(0))
+        self._count = 0  # Number of samples of the last batch that this rank has loaded itself.
+        try:
+            length: int | None = len(loader)
+        except (TypeError, NotImplementedError):
+            length = None
+        self._batch_size = most(_batch_size(loader))
+        longest = most(-1 if length is None else length)
+        self.length = None if length is None else longest
         # The processes may have created different numbers of loaders before.
         self.number = most(next(_numbers))
+        # To find out whether a loader can continue in the middle of an epoch, Lightning reads these attributes.
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # While an instance is unpickled, it does not have this attribute yet.
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        """Return the number of batches of every rank."""
+        if self.length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length")
+        return self.length
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator of the global batches. All ranks must call this, and use the iterator alike."""
@@ -105,10 +104,36 @@ class PlacedLoader(StageLoader):
         """
         return self.ranks.batches(self._own(iter(self.loader)) if self.loads_now else iter(()))
 
+    # Facts
+
+    @property
+    def loads(self) -> bool:
+        """Whether this rank loads batches, as far as this is known before the first batch."""
+        return bool(self.ranks.all_load) or self.ranks.in_first_stage
+
     @property
     def loads_now(self) -> bool:
         """Whether this rank loads, or compares its first batches with other ranks' to find out which ranks load."""
         return self.ranks.all_load is not False or self.ranks.in_first_stage
+
+    @property
+    def loading_processes(self) -> int:
+        """Number of ranks that load batches, as far as this is known before the first batch."""
+        return self.ranks.number
+
+    @property
+    def usual(self) -> int | None:
+        """Number of samples of a first stage's replica in a batch that is not the last; None if it is not known."""
+        return -(-self._batch_size * self.ranks.number // self.ranks.replicas) or None
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The function of the rank's own loader. Lightning sets this attribute to seed the loader's workers."""
+        return self.loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function
 
     @property
     def makes_tensors(self) -> bool:
@@ -130,12 +155,7 @@ class PlacedLoader(StageLoader):
         # Lightning's wrapper draws the order from the user's own sampler.
         return bool(samplers) and not any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
 
-    def note(self, index: int) -> None:
-        """Take note of a batch that has been loaded.
-
-        Args:
-            index: Index of the batch in its epoch.
-        """
+    # Parts of batches
 
     def _own(self, batches: Iterable[Any]) -> Iterator[Any]:
         left, sampler = self._real_samples(), batches_of(self.loader)
@@ -155,6 +175,21 @@ class PlacedLoader(StageLoader):
                 yield first_rows(part, samples, left) if samples > left else part
             left -= self._count
 
+    def _real_samples(self) -> int | None:
+        """Return the number of samples of this rank without samples that the sampler repeats.
+
+        Return None if the loader's sampler does not repeat samples.
+        """
+        sampler = getattr(self.loader, "sampler", None)
+        if (
+            not isinstance(self.loader, DataLoader)
+            or self.loader.batch_size is None
+            or not isinstance(sampler, DistributedSampler)
+            or sampler.shuffle
+        ):
+            return None
+        return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
+
     def _sendable(self, tensor: Tensor, path: str) -> Tensor:
         name = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.requires_grad or name not in DTYPES:
@@ -167,175 +202,41 @@ class PlacedLoader(StageLoader):
         # All replicas of the first stage join the same values, and their results need equal strides as well.
         return tensor if len(self.sources) == 1 else tensor.contiguous()
 
+    def note_indices(self, index: int) -> None:
+        """Put the indices of a global batch's samples where Lightning's prediction writers read them.
 
-class PlacedPredictionLoader(PlacedLoader):
-    """A :class:`PlacedLoader` that tells Lightning's prediction writers the indices of the predicted samples.
-
-    Args:
-        *args: Arguments of `PlacedLoader`.
-        has_rows: Whether this rank gets the predictions.
-        **kwargs: Arguments of `PlacedLoader`.
-    """
-
-    def __init__(self, *args: Any, has_rows: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.has_rows = has_rows
-
-    def note(self, index: int) -> None:
-        """Put the indices of the global batch's samples where Lightning reads them."""
-        note_indices(self.loader, self.ranks, index, self._count, self.has_rows)
-
-
-class PlacedBatches(Iterator[Any]):
-    """The global batches of an epoch; see :class:`PlacedLoader`."""
-
-    def __init__(self, loader: PlacedLoader) -> None:
-        self._loader, self._places, self._sources = loader, loader.places, loader.sources
-        self._first, self._is_first = self._sources[0], self._places.rank == self._sources[0]
-        self._index = 0  # Index of the next batch.
-        self._readers = BatchReaders(loader.places, loader.sources, loader.number)
-        self._rows: dict[str, Tensor] = {}  # Tensors of this rank's part of a batch; see `keep_rows`.
-        self._storages: set[int] = set()  # Addresses of the storages of the current batch's tensors.
-        self._counts: list[int] = []  # Number of samples that each replica of the first stage has loaded.
-        # A loader may draw random numbers when its iterator is created, so this must not happen later than on one
-        # device, and therefore not in a generator.
-        with self._places.local():
-            self._parts, states = self._drawn(loader.begin)
-            position = (loader.number, START)
-            if self._is_first:
-                send(self._places, LoaderMessage(position, [], states), without=[self._first])
-            else:
-                set_random_states(receive(self._places, self._first, position).states)
-
-    def __next__(self) -> Any:
-        """Return the next global batch. All ranks must call this."""
-        loader = self._loader
-        if loader.length is not None and self._index >= loader.length:
-            raise StopIteration
-        self._readers.begin_batch()
-        with self._places.local():
-            part, states = self._drawn(lambda: next(self._parts) if loader.loads_now else None)
-            position = (loader.number, self._index)
-            if self._places.rank in self._sources:
-                messages = exchange(self._places, self._sources, self._message(position, part, states))
-                batches, states = self._joined(messages), messages[0].states
-                if self._is_first:
-                    message = LoaderMessage(position, [], states)
-                    send(self._places, message, self._sources, partial(self._described, batches))
-            else:
-                _, batches, states, _ = receive(self._places, self._first, position)
-            if not self._is_first:
-                set_random_states(states)
-            if not batches:
-                raise StopIteration
-            loader.note(self._index)
-            self._index += 1
-            batch = put_together(map_tensors(self._placed, batches[0], KINDS), _unchanged)
-            self._rows = {}
-            return batch
-
-    def _message(self, position: tuple[int, int], part: Any, states: dict[str, Any]) -> LoaderMessage:
-        """Return the message with this rank's part of a batch. If there are several parts, large rows stay here."""
-        if part is None or isinstance(part, NoneBatch):
-            return LoaderMessage(position, [] if part is None else [part], states)
-        samples = count_samples(part)
-        if len(self._sources) > 1:
-            part, self._rows = keep_rows(part, samples, self._loader.small, self._readers.sent_keys)
-        return LoaderMessage(position, [part], states, samples)
-
-    def _drawn(self, load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-        """Call a function that may draw random numbers.
-
-        Returns:
-            The function's result. On the first loading rank also the states of the random generators that have changed.
-            On other ranks all states are as before.
-        """
-        if not self._loader.loads_now:
-            return load(), {}
-        before = random_states()
-        if not self._is_first and self._loader.has_own_order:
-            # Otherwise all replicas would draw the same random augmentation for the samples that they load at a time.
-            seed_all(mixed_seed(int(torch.randint(2**62, ())), self._places.rank))
-        with self._places.functions_of_others():
-            result = load()
-        if self._is_first:
-            return result, changed_states(before, random_states())
-        set_random_states(before)
-        return result, {}
-
-    def _joined(self, messages: Sequence[LoaderMessage]) -> list[Any]:
-        """Return the whole batch as the only item of a list, from all replicas' parts; an empty list without parts."""
-        self._counts = [message.samples for message in messages]
-        pairs = [(part, message.samples) for message in messages for part in message.batches]
-        real = [pair for pair in pairs if not isinstance(pair[0], NoneBatch)]
-        if not real:
-            return [None][: len(pairs)]
-        # Parts without samples are left out. If no part has samples, the batch is the first part.
-        real = [pair for pair in real if pair[1]] or real[:1]
-        whole = join_parts([part for part, _ in real], [count for _, count in real])
-        self._storages.clear()
-        return [map_tensors(self._alone, whole, KINDS)]
-
-    def _is_large(self, tensor: Tensor) -> bool:
-        return tensor.nbytes > self._loader.small
-
-    def _alone(self, tensor: Tensor | DividedRows, index: int) -> Tensor | DividedRows:
-        """Return a tensor that does not share its storage, because all tensors of a storage have the same place."""
-        if isinstance(tensor, DividedRows):
-            self._readers.keys[index] = tensor.key
-            return tensor
-        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        if not self._is_large(tensor):
-            # Copies on other ranks are contiguous. Equal strides on all ranks allow the same views.
-            return tensor.contiguous() if is_whole else tensor.clone(memory_format=torch.contiguous_format)
-        address = tensor.untyped_storage().data_ptr()
-        is_own = is_whole and self._loader.makes_tensors and address not in self._storages
-        self._storages.add(address)
-        tensor = tensor if is_own else tensor.clone()
-        return tensor.contiguous() if self._readers.of(index) else tensor
-
-    def _described(self, batches: list[Any], rank: int) -> list[Any]:
-        """Return a batch for another rank, with metadata in place of large tensors that the rank does not read."""
-
-        def described(tensor: Tensor | DividedRows, index: int) -> Tensor | LargeTensor | DividedRows:
-            if isinstance(tensor, DividedRows) or not self._is_large(tensor) or rank in self._readers.of(index):
-                return tensor
-            return LargeTensor(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-        result: list[Any] = map_tensors(described, batches, KINDS)
-        return result
-
-    def _placed(self, tensor: Tensor | LargeTensor | DividedRows, index: int) -> Tensor:
-        """Return a tensor of the batch as this rank has it.
+        Only rank 0 gets predictions. All ranks must call this for each batch.
 
         Args:
-            tensor: The tensor, or its metadata.
-            index: Position of the tensor among those of the batch.
+            index: Index of the batch in its epoch.
         """
-        label = self._readers.label(index)
-        # The rows of divided tensors are on the ranks that load alone.
-        place = self._sources if isinstance(tensor, DividedRows) else self._readers.place(index)
-        if isinstance(tensor, Tensor):
-            tensor = self._pinned(tensor)
-            return self._places.mark(tensor, place, label) if self._is_large(tensor) else tensor
-        stride = tensor.stride if isinstance(tensor, LargeTensor) else contiguous_strides(tensor.shape)
-        if isinstance(tensor, LargeTensor) or self._places.rank not in self._sources:
-            form = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
-            return self._places.foreign_like(form, place, label, CPU)
-        if self._counts[self._sources.index(self._places.rank)]:
-            rows = self._rows[tensor.key]
-            rows = rows if self._loader.makes_tensors else rows.clone()
-        else:
-            rows = torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype)
-        return PartialTensor.of_rows(self._places, self._pinned(rows), self._counts, place, stride, label)
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in pinned memory, if the user's loader yields such tensors.
-
-        Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
-        """
-        return tensor.pin_memory() if self._loader.pins else tensor
+        sampler: Any = getattr(self.loader, "batch_sampler", None)
+        if self.ranks.all_load:
+            seen = getattr(sampler, "seen_batch_indices", [])
+            indices = self.ranks.indices(seen[index][: self._count] if index < len(seen) else [])
+            # Lightning reads the list at this place on every rank, and a rank may have fewer batches than others.
+            seen += [[]] * (index + 1 - len(seen))
+            seen[index] = indices
+        elif sampler is not None and self.places.rank:
+            sampler.seen_batch_indices = [[]] * (index + 1)
+        elif hasattr(sampler, "seen_batch_indices"):
+            indices = sampler.seen_batch_indices[index]
+            sampler.seen_batch_indices[index] = _of_all_replicas(indices, getattr(sampler, "sampler", None))
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
+def _batch_size(loader: Any) -> int:
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else 0
+
+
+def _of_all_replicas(indices: list[int], sampler: object) -> list[int]:
+    """Return the indices of all replicas' samples in a batch. The replicas take turns in the order of the samples.
+
+    Args:
+        indices: Indices of the first replica's samples.
+        sampler: The first replica's sampler.
+    """
+    if not isinstance(sampler, DistributedSampler):
+        return indices
+    every = [first + replica for first in indices for replica in range(sampler.num_replicas)]
+    return [index for index in every if index < len(sampler.dataset)]  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from cnnstrategies.strategies.hybrid_pipeline.checks import placement_for
 from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences
 from cnnstrategies.strategies.hybrid_pipeline.divided_run import DividedRun
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import summarise_whole
-from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader, PlacedPredictionLoader
+from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.order import settle_verdicts, tell_news
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import meta_tensors_stay, put_others_away
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
@@ -121,10 +121,9 @@ class HybridPipelineStrategy(PipelineStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> Any:
         ranks = self._loading_ranks(dataloader)
-        common = ranks, self._connected.places, self.placement, self._most
-        if self._module.trainer.state.fn == TrainerFn.PREDICTING:
-            return PlacedPredictionLoader(dataloader, *common, has_rows=self.is_global_zero)
-        return PlacedLoader(self._by_shares(dataloader, ranks), *common)
+        predicts = self._module.trainer.state.fn == TrainerFn.PREDICTING
+        loader = dataloader if predicts else self._by_shares(dataloader, ranks)
+        return PlacedLoader(loader, ranks, self._connected.places, self.placement, self._most, predicts=predicts)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

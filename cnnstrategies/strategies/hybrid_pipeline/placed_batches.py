@@ -1,0 +1,193 @@
+"""The global batches of one epoch, as every rank has them: small tensors as copies, large tensors at a place."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
+from cnnstrategies.runtime.seeds import mixed_seed, seed_all
+from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together
+from cnnstrategies.strategies.hybrid_pipeline.batch_readers import BatchReaders, map_tensors
+from cnnstrategies.strategies.hybrid_pipeline.joined_parts import DividedRows, count_samples, join_parts, keep_rows
+from cnnstrategies.strategies.hybrid_pipeline.loader_messages import START, LoaderMessage, exchange, receive, send
+from cnnstrategies.strategies.hybrid_pipeline.random_states import changed_states, random_states, set_random_states
+
+if TYPE_CHECKING:
+    from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
+
+CPU = torch.device("cpu")
+
+
+class LargeTensor(NamedTuple):
+    """Metadata of a tensor that only the first stage has."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+# Metadata that take the place of tensors.
+KINDS = (LargeTensor, DividedRows)
+
+
+class NoneBatch(NamedTuple):
+    """A batch that is None. The user's loader has yielded it, for example because all samples were left out."""
+
+
+class PlacedBatches(Iterator[Any]):
+    """The global batches of an epoch; see :class:`~.loading.PlacedLoader`."""
+
+    def __init__(self, loader: "PlacedLoader") -> None:
+        self._loader, self._places, self._sources = loader, loader.places, loader.sources
+        self._first, self._is_first = self._sources[0], self._places.rank == self._sources[0]
+        self._index = 0  # Index of the next batch.
+        self._readers = BatchReaders(loader.places, loader.sources, loader.number)
+        self._rows: dict[str, Tensor] = {}  # Tensors of this rank's part of a batch; see `keep_rows`.
+        self._storages: set[int] = set()  # Addresses of the storages of the current batch's tensors.
+        self._counts: list[int] = []  # Number of samples that each replica of the first stage has loaded.
+        # A loader may draw random numbers when its iterator is created, so this must not happen later than on one
+        # device, and therefore not in a generator.
+        with self._places.local():
+            self._parts, states = self._drawn(loader.begin)
+            position = (loader.number, START)
+            if self._is_first:
+                send(self._places, LoaderMessage(position, [], states), without=[self._first])
+            else:
+                set_random_states(receive(self._places, self._first, position).states)
+
+    def __next__(self) -> Any:
+        """Return the next global batch. All ranks must call this."""
+        loader = self._loader
+        if loader.length is not None and self._index >= loader.length:
+            raise StopIteration
+        self._readers.begin_batch()
+        with self._places.local():
+            part, states = self._drawn(lambda: next(self._parts) if loader.loads_now else None)
+            position = (loader.number, self._index)
+            if self._places.rank in self._sources:
+                messages = exchange(self._places, self._sources, self._message(position, part, states))
+                batches, states = self._joined(messages), messages[0].states
+                if self._is_first:
+                    message = LoaderMessage(position, [], states)
+                    send(self._places, message, self._sources, partial(self._described, batches))
+            else:
+                _, batches, states, _ = receive(self._places, self._first, position)
+            if not self._is_first:
+                set_random_states(states)
+            if not batches:
+                raise StopIteration
+            if loader.predicts:
+                loader.note_indices(self._index)
+            self._index += 1
+            batch = put_together(map_tensors(self._placed, batches[0], KINDS), _unchanged)
+            self._rows = {}
+            return batch
+
+    def _message(self, position: tuple[int, int], part: Any, states: dict[str, Any]) -> LoaderMessage:
+        """Return the message with this rank's part of a batch. If there are several parts, large rows stay here."""
+        if part is None or isinstance(part, NoneBatch):
+            return LoaderMessage(position, [] if part is None else [part], states)
+        samples = count_samples(part)
+        if len(self._sources) > 1:
+            part, self._rows = keep_rows(part, samples, self._loader.small, self._readers.sent_keys)
+        return LoaderMessage(position, [part], states, samples)
+
+    def _drawn(self, load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+        """Call a function that may draw random numbers.
+
+        Returns:
+            The function's result. On the first loading rank also the states of the random generators that have changed.
+            On other ranks all states are as before.
+        """
+        if not self._loader.loads_now:
+            return load(), {}
+        before = random_states()
+        if not self._is_first and self._loader.has_own_order:
+            # Otherwise all replicas would draw the same random augmentation for the samples that they load at a time.
+            seed_all(mixed_seed(int(torch.randint(2**62, ())), self._places.rank))
+        with self._places.functions_of_others():
+            result = load()
+        if self._is_first:
+            return result, changed_states(before, random_states())
+        set_random_states(before)
+        return result, {}
+
+    def _joined(self, messages: Sequence[LoaderMessage]) -> list[Any]:
+        """Return the whole batch as the only item of a list, from all replicas' parts; an empty list without parts."""
+        self._counts = [message.samples for message in messages]
+        pairs = [(part, message.samples) for message in messages for part in message.batches]
+        real = [pair for pair in pairs if not isinstance(pair[0], NoneBatch)]
+        if not real:
+            return [None][: len(pairs)]
+        # Parts without samples are left out. If no part has samples, the batch is the first part.
+        real = [pair for pair in real if pair[1]] or real[:1]
+        whole = join_parts([part for part, _ in real], [count for _, count in real])
+        self._storages.clear()
+        return [map_tensors(self._alone, whole, KINDS)]
+
+    def _is_large(self, tensor: Tensor) -> bool:
+        return tensor.nbytes > self._loader.small
+
+    def _alone(self, tensor: Tensor | DividedRows, index: int) -> Tensor | DividedRows:
+        """Return a tensor that does not share its storage, because all tensors of a storage have the same place."""
+        if isinstance(tensor, DividedRows):
+            self._readers.keys[index] = tensor.key
+            return tensor
+        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        if not self._is_large(tensor):
+            # Copies on other ranks are contiguous. Equal strides on all ranks allow the same views.
+            return tensor.contiguous() if is_whole else tensor.clone(memory_format=torch.contiguous_format)
+        address = tensor.untyped_storage().data_ptr()
+        is_own = is_whole and self._loader.makes_tensors and address not in self._storages
+        self._storages.add(address)
+        tensor = tensor if is_own else tensor.clone()
+        return tensor.contiguous() if self._readers.of(index) else tensor
+
+    def _described(self, batches: list[Any], rank: int) -> list[Any]:
+        """Return a batch for another rank, with metadata in place of large tensors that the rank does not read."""
+
+        def described(tensor: Tensor | DividedRows, index: int) -> Tensor | LargeTensor | DividedRows:
+            if isinstance(tensor, DividedRows) or not self._is_large(tensor) or rank in self._readers.of(index):
+                return tensor
+            return LargeTensor(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+        result: list[Any] = map_tensors(described, batches, KINDS)
+        return result
+
+    def _placed(self, tensor: Tensor | LargeTensor | DividedRows, index: int) -> Tensor:
+        """Return a tensor of the batch as this rank has it.
+
+        Args:
+            tensor: The tensor, or its metadata.
+            index: Position of the tensor among those of the batch.
+        """
+        label = self._readers.label(index)
+        # The rows of divided tensors are on the ranks that load alone.
+        place = self._sources if isinstance(tensor, DividedRows) else self._readers.place(index)
+        if isinstance(tensor, Tensor):
+            tensor = self._pinned(tensor)
+            return self._places.mark(tensor, place, label) if self._is_large(tensor) else tensor
+        stride = tensor.stride if isinstance(tensor, LargeTensor) else contiguous_strides(tensor.shape)
+        if isinstance(tensor, LargeTensor) or self._places.rank not in self._sources:
+            form = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
+            return self._places.foreign_like(form, place, label, CPU)
+        if self._counts[self._sources.index(self._places.rank)]:
+            rows = self._rows[tensor.key]
+            rows = rows if self._loader.makes_tensors else rows.clone()
+        else:
+            rows = torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype)
+        return PartialTensor.of_rows(self._places, self._pinned(rows), self._counts, place, stride, label)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in pinned memory, if the user's loader yields such tensors.
+
+        Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
+        """
+        return tensor.pin_memory() if self._loader.pins else tensor
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
