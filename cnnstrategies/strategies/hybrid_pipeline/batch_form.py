@@ -117,21 +117,15 @@ def take_apart(value: Any, tensor: Callable[[Tensor, str], Any], path: str = "ba
     return Instance(_name(value, path), items, {name: inside(item, f".{name}") for name, item in attributes.items()})
 
 
-def put_together(value: Any, tensor: Callable[[Any], Tensor]) -> Any:
-    """Return the batch that :func:`take_apart` has taken apart.
-
-    Args:
-        value: Result of `take_apart`.
-        tensor: Function that returns a tensor. The argument is the value that has taken the tensor's place: a tensor,
-            or a NamedTuple that this module does not define.
-    """
+def put_together(value: Any) -> Any:
+    """Return the batch that :func:`take_apart` has taken apart. What has taken the place of tensors stays."""
     kind = type(value)
     if kind in (list, tuple):
-        return kind([put_together(item, tensor) for item in value])
+        return kind([put_together(item) for item in value])
     if kind is dict:
-        return {key: put_together(item, tensor) for key, item in value.items()}
+        return {key: put_together(item) for key, item in value.items()}
     if kind is Instance:
-        return _instance(value, tensor)
+        return _instance(value)
     if kind is EnumMember:
         return _class(value.name)[value.member]  # type: ignore[index]
     if kind is ArrayScalar:
@@ -140,12 +134,12 @@ def put_together(value: Any, tensor: Callable[[Any], Tensor]) -> Any:
         return value.value.tobytes()
     if kind is ComplexNumber:
         return complex(value.real, value.imaginary)
-    return tensor(value) if isinstance(value, (Tensor, tuple)) else value
+    return value
 
 
-def _instance(value: Instance, tensor: Callable[[Any], Tensor]) -> Any:
+def _instance(value: Instance) -> Any:
     """Create an instance of a class from its items and attributes, without calling methods of the class."""
-    kind, items = _class(value.name), put_together(value.items, tensor)
+    kind, items = _class(value.name), put_together(value.items)
     base = next(base for base in (OrderedDict, dict, list, tuple, SimpleNamespace, object) if issubclass(kind, base))
     if kind is torch.Size:
         return torch.Size(items)
@@ -155,7 +149,7 @@ def _instance(value: Instance, tensor: Callable[[Any], Tensor]) -> Any:
     for key, item in items.items() if issubclass(base, dict) else ():
         base.__setitem__(instance, key, item)  # type: ignore[index]
     for name, attribute in value.attributes.items():
-        object.__setattr__(instance, name, put_together(attribute, tensor))  # Frozen dataclasses have another method.
+        object.__setattr__(instance, name, put_together(attribute))  # Frozen dataclasses have another method.
     return instance
 
 

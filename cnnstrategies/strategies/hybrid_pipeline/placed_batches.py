@@ -82,7 +82,7 @@ class PlacedBatches(Iterator[Any]):
             if loader.predicts:
                 loader.note_indices(self._index)
             self._index += 1
-            batch = put_together(map_tensors(self._placed, batches[0], KINDS), _unchanged)
+            batch = put_together(map_tensors(self._placed, batches[0], KINDS))
             self._rows = {}
             return batch
 
@@ -187,7 +187,3 @@ class PlacedBatches(Iterator[Any]):
         Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
         """
         return tensor.pin_memory() if self._loader.pins else tensor
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

@@ -39,7 +39,7 @@ def predictions_on_rank_zero(places: Places, predictions: Any) -> Any:
             form = tree_map_only(Tensor, unmarked, form)
         else:
             form = tree_map_only(Tensor, _without_rows, form if plain is None else _without_items(plain))
-    return form if plain is None else put_together(form, lambda tensor: tensor)
+    return form if plain is None else put_together(form)
 
 
 def _without_items(plain: Any) -> Any:
