@@ -1,21 +1,23 @@
 """The global batches of one epoch, as every rank has them: small tensors as copies, large tensors at a place."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together
-from cnnstrategies.strategies.hybrid_pipeline.batch_readers import BatchReaders, map_tensors
 from cnnstrategies.strategies.hybrid_pipeline.joined_parts import DividedRows, count_samples, join_parts, keep_rows
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import START, LoaderMessage, exchange, receive, send
 from cnnstrategies.strategies.hybrid_pipeline.random_states import changed_states, random_states, set_random_states
 
 if TYPE_CHECKING:
+    from cnnstrategies.placed import Places
     from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 
 CPU = torch.device("cpu")
@@ -29,12 +31,62 @@ class LargeTensor(NamedTuple):
     dtype: torch.dtype
 
 
-# Metadata that take the place of tensors.
-KINDS = (LargeTensor, DividedRows)
-
-
 class NoneBatch(NamedTuple):
     """A batch that is None. The user's loader has yielded it, for example because all samples were left out."""
+
+
+class BatchReaders:
+    """The ranks that read the large tensors of one epoch's batches. All ranks have this object, and use it alike.
+
+    The large tensors of a loader's first batch are on the ranks of the first stage alone. A loss then brings the masks
+    of a segmentation to the last stage, and so do its backward and each metric. From the next batch on, such a tensor
+    is sent to these ranks once, together with the batch, and operations there find it. Tensors that no operation brings
+    to other ranks, such as the images, stay where they are.
+
+    A tensor is known by its position among the tensors of its batch. Tensors on GPUs are not sent with the batch,
+    because the devices send them to each other faster than the processes.
+
+    Args:
+        places: The rules of this rank.
+        sources: Ranks of the first stage.
+        number: Number of the loader, which is the same on all ranks.
+
+    Attributes:
+        keys: By position, the keys of tensors whose rows stay on the ranks that have loaded them; see `DividedRows`.
+    """
+
+    def __init__(self, places: Places, sources: Sequence[int], number: int) -> None:
+        self._places, self._sources, self._number = places, tuple(sources), number
+        self._of_batch: dict[int, frozenset[int]] = {}
+        self._labels: list[str] = []
+        self.keys: dict[int, str] = {}
+
+    def begin_batch(self) -> None:
+        """Take note of the ranks to which tensors of earlier batches have been brought."""
+        readers = {index: self._places.readers.get(label) for index, label in enumerate(self._labels)}
+        self._of_batch = {index: frozenset(ranks) for index, ranks in readers.items() if ranks}
+
+    def of(self, index: int) -> frozenset[int]:
+        """Return the ranks to which the current batch's tensor at a position is sent, without ranks that load."""
+        return self._of_batch.get(index, frozenset()).difference(self._sources)
+
+    def place(self, index: int) -> tuple[int, ...]:
+        """Return the ranks that have the current batch's tensor at a position, if the tensor is large."""
+        return tuple(sorted(self.of(index).union(self._sources)))
+
+    def label(self, index: int) -> str:
+        """Return the name of the tensor at a position, and let the rules observe who reads tensors of this name."""
+        while len(self._labels) <= index:
+            label = f"tensor {len(self._labels)} of a batch of loader {self._number}"
+            self._labels.append(label)
+            if self._places.devices is None:
+                self._places.readers[label] = set()
+        return self._labels[index]
+
+    @property
+    def sent_keys(self) -> frozenset[str]:
+        """Keys of tensors whose rows do not stay on the ranks that have loaded them, because others read them."""
+        return frozenset(key for index, key in self.keys.items() if self.of(index))
 
 
 class PlacedBatches(Iterator[Any]):
@@ -82,7 +134,7 @@ class PlacedBatches(Iterator[Any]):
             if loader.predicts:
                 loader.note_indices(self._index)
             self._index += 1
-            batch = put_together(map_tensors(self._placed, batches[0], KINDS))
+            batch = put_together(_map_tensors(self._placed, batches[0]))
             self._rows = {}
             return batch
 
@@ -126,7 +178,7 @@ class PlacedBatches(Iterator[Any]):
         real = [pair for pair in real if pair[1]] or real[:1]
         whole = join_parts([part for part, _ in real], [count for _, count in real])
         self._storages.clear()
-        return [map_tensors(self._alone, whole, KINDS)]
+        return [_map_tensors(self._alone, whole)]
 
     def _is_large(self, tensor: Tensor) -> bool:
         return tensor.nbytes > self._loader.small
@@ -154,7 +206,7 @@ class PlacedBatches(Iterator[Any]):
                 return tensor
             return LargeTensor(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-        result: list[Any] = map_tensors(described, batches, KINDS)
+        result: list[Any] = _map_tensors(described, batches)
         return result
 
     def _placed(self, tensor: Tensor | LargeTensor | DividedRows, index: int) -> Tensor:
@@ -187,3 +239,13 @@ class PlacedBatches(Iterator[Any]):
         Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
         """
         return tensor.pin_memory() if self._loader.pins else tensor
+
+
+def _map_tensors(function: Callable[[Any, int], Any], batch: Any) -> Any:
+    """Return a batch with the results of a function of each tensor, or its metadata, and the tensor's position."""
+    kinds, positions = (Tensor, LargeTensor, DividedRows), itertools.count()
+
+    def mapped(leaf: Any) -> Any:
+        return function(leaf, next(positions)) if isinstance(leaf, kinds) else leaf
+
+    return tree_map(mapped, batch, is_leaf=lambda value: isinstance(value, kinds))
