@@ -24,9 +24,9 @@ from cnnstrategies.strategies.hybrid_pipeline.joined_parts import _joined, join_
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
+from cnnstrategies.strategies.hybrid_pipeline.placed_batches import continue_with
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
-from cnnstrategies.strategies.hybrid_pipeline.random_states import set_random_states
 from cnnstrategies.strategies.module_copies import tensors_stay
 
 removes(
@@ -97,7 +97,7 @@ removes(
     how="attribute",
 )
 removes(
-    set_random_states,
+    continue_with,
     "random numbers of a loader are drawn on the first stage only",
     killed_by=test_placed_loading.test_random_numbers_go_on_as_on_one_device_after_each_batch,
     name="shuffled",

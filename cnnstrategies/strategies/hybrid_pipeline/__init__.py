@@ -8,7 +8,7 @@ Every rank runs the user's own module, callbacks and optimizers. The files:
   `configure_model`).
 - A run: `connections` (groups and rules of a rank), `divided_run` (the divided module from set-up to end), `network`
   (calls of the divided network), `compiling`, `placed_module` (parameters, buffers, optimizers and checkpoints),
-  `start_values`, `random_states`, `kept_values` (the end).
+  `start_values`, `kept_values` (the end).
 - Steps: `steps` (the user's steps and backwards), `order` (GPipe or 1F1B), `logs`, `metric_values`, `predictions`,
   `epoch_ends`.
 - Data: `loading` (global batches on all ranks), `placed_batches` (who gets which tensors), `loading_ranks` (who

@@ -16,6 +16,8 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import check_start, keep_batches, leave_samplers, ranks_are_children
 from cnnstrategies.old_names import refuse_old_names
+from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, Transport
 from cnnstrategies.placed import DivergedError, Places
@@ -31,7 +33,6 @@ from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwor
 from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections, broadcast, gather, reduce_over_ranks
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
-from cnnstrategies.strategies.hybrid_pipeline.random_states import random_states, set_random_states
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
@@ -211,12 +212,12 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         existed = dist.is_initialized()
-        states = random_states()
+        states = GeneratorStates.current(CPU)
         super().setup_environment()
         if self._start_method not in ("spawn", "forkserver"):
             # Lightning has set the generators to the seed of `seed_everything`. On one device the run continues with
             # the random numbers that follow those of the module and the data. New processes do not have their states.
-            set_random_states(states)
+            states.restore(CPU)
         own_metric_states(self.lightning_module)
         keep_batches(self.lightning_module.trainer)
         if self.placement.replicas[0] == 1:

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from cnnstrategies.pipeline.random_draws import generator_of
+from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport, broadcast_value, cpu_group, new_group
 from cnnstrategies.placed import DeviceLink, GlooLink, Places
 from cnnstrategies.strategies.gathering import gather_tensors
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
-from cnnstrategies.strategies.hybrid_pipeline.random_states import random_states, set_random_states
 
 
 class RunConnections:
@@ -77,13 +76,8 @@ class RunConnections:
 
     def same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
-        generator = generator_of(self._device)
-        on_device = {} if generator is None else {"device": generator.get_state()}
-        states = broadcast_value({**random_states(), **on_device}, 0, self._device)
-        states = {name: state.cpu() if isinstance(state, Tensor) else state for name, state in states.items()}
-        set_random_states(states)
-        if generator is not None:
-            generator.set_state(states["device"])
+        states: GeneratorStates = broadcast_value(GeneratorStates.current(self._device), 0, self._device)
+        states.restore(self._device)
 
     def end_together(self, sources: Sequence[int], asks_of_signal: bool) -> None:
         """Check at the end of an epoch that all ranks have reached it.

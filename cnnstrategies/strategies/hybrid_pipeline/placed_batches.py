@@ -1,7 +1,7 @@
 """The global batches of one epoch, as every rank has them: small tensors as copies, large tensors at a place."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.pipeline.random_draws import GeneratorStates
+from cnnstrategies.placed import Places
 from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together
 from cnnstrategies.strategies.hybrid_pipeline.joined_parts import DividedRows, count_samples, join_parts, keep_rows
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import START, LoaderMessage, exchange, receive, send
-from cnnstrategies.strategies.hybrid_pipeline.random_states import changed_states, random_states, set_random_states
 
 if TYPE_CHECKING:
-    from cnnstrategies.placed import Places
     from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
-
-CPU = torch.device("cpu")
 
 
 class LargeTensor(NamedTuple):
@@ -108,7 +107,7 @@ class PlacedBatches(Iterator[Any]):
             if self._is_first:
                 send(self._places, LoaderMessage(position, [], states), without=[self._first])
             else:
-                set_random_states(receive(self._places, self._first, position).states)
+                continue_with(receive(self._places, self._first, position).states)
 
     def __next__(self) -> Any:
         """Return the next global batch. All ranks must call this."""
@@ -128,7 +127,7 @@ class PlacedBatches(Iterator[Any]):
             else:
                 _, batches, states, _ = receive(self._places, self._first, position)
             if not self._is_first:
-                set_random_states(states)
+                continue_with(states)
             if not batches:
                 raise StopIteration
             if loader.predicts:
@@ -156,15 +155,16 @@ class PlacedBatches(Iterator[Any]):
         """
         if not self._loader.loads_now:
             return load(), {}
-        before = random_states()
+        before = GeneratorStates.current(CPU)
         if not self._is_first and self._loader.has_own_order:
             # Otherwise all replicas would draw the same random augmentation for the samples that they load at a time.
             seed_all(mixed_seed(int(torch.randint(2**62, ())), self._places.rank))
         with self._places.functions_of_others():
             result = load()
         if self._is_first:
-            return result, changed_states(before, random_states())
-        set_random_states(before)
+            now = GeneratorStates.current(CPU)
+            return result, {name: getattr(now, name) for name in before.changed(now)}
+        before.restore(CPU)
         return result, {}
 
     def _joined(self, messages: Sequence[LoaderMessage]) -> list[Any]:
@@ -239,6 +239,12 @@ class PlacedBatches(Iterator[Any]):
         Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
         """
         return tensor.pin_memory() if self._loader.pins else tensor
+
+
+def continue_with(states: Mapping[str, Any]) -> None:
+    """Continue with other states of some random generators, by their names in `GeneratorStates`."""
+    if states:
+        GeneratorStates.current(CPU)._replace(**states).restore(CPU)
 
 
 def _map_tensors(function: Callable[[Any, int], Any], batch: Any) -> Any:
