@@ -134,7 +134,7 @@ def test_the_next_start_of_a_run_reads_the_profile(tmp_path: Path, monkeypatch: 
     def start(folder: str | None, precision: str = "32-true", module: nn.Module | None = None) -> Profile:
         checkpoint = None if folder is None else ModelCheckpoint(folder)
         trainer: Any = SimpleNamespace(precision=precision, lightning_module=None, checkpoint_callback=checkpoint)
-        return profile_of(module or network(), trace_open, torch.randn(2, 3, 8, 8), 4, CPU, trainer)
+        return profile_of(module or network(), torch.randn(2, 3, 8, 8), 4, CPU, trainer)
 
     folder = str(tmp_path / "checkpoints")
     for arguments, number in (
@@ -171,7 +171,7 @@ def test_measuring_stores_nothing_on_modules() -> None:
     module, term = network(layer=layer), layer.term
     layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output))
     trainer: Any = SimpleNamespace(precision="32-true", lightning_module=None, checkpoint_callback=None)
-    profile_of(module, trace_open, torch.randn(2, 3, 8, 8), 4, CPU, trainer)
+    profile_of(module, torch.randn(2, 3, 8, 8), 4, CPU, trainer)
     assert layer.calls == 0
     assert layer.term is term
     assert not outputs

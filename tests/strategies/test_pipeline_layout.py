@@ -16,7 +16,6 @@ from cnnstrategies import ConfigurationError
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.pipeline.microbatches import CPU
-from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
@@ -47,7 +46,7 @@ def test_microbatches_follow_batch_normalisation_and_the_batch(network, data, as
     is_module = isinstance(data, LightningDataModule)
     trainer = SimpleNamespace(datamodule=data if is_module else None, state=SimpleNamespace(fn=TrainerFn.FITTING))
     monkeypatch.setattr(layout_module, "train_loader", lambda trainer: None if is_module else data)
-    layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size: None, trace)
+    layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size: None)
     assert layout.microbatches == expected
 
 
@@ -121,7 +120,7 @@ def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # fmt: skip
         request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
         images = torch.randn(32, 1, 8, 8)
-        layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size, images=images: images, trace)
+        layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size, images=images: images)
         copies = 4 if isinstance(optimizer, torch.optim.AdamW) else 2
         options: dict[str, Any] = {"microbatches": 8, "replicas": (1, 1)}
         job = Job(uneven(), cluster, 64, state_copies=copies, memory_limit=limit, **options)
@@ -150,7 +149,7 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
     def choose(first: Any = None, **options: Any) -> ChosenLayout:
         request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, **options).request
         example, cpu = lambda size: torch.randn(size, 1, 8, 8), torch.device("cpu")
-        return request.choose(PlainCNN(), trainer, 2, cpu, example, trace, first)
+        return request.choose(PlainCNN(), trainer, 2, cpu, example, first)
 
     limit = 15 * 10**6
     for layout in (choose(schedule="1f1b", memory_limit=limit), choose(schedule="gpipe")):
@@ -190,4 +189,4 @@ def test_a_network_that_fails_on_the_batch_is_named(monkeypatch: pytest.MonkeyPa
     request = HybridPipelineStrategy(replicas=[1, 1]).request
     message = r"SmallCNN fails on what the batch has, samples of shape \(6, 8, 8\): RuntimeError: .*6 channels"
     with pytest.raises(ConfigurationError, match=message):
-        request.choose(SmallCNN(10), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 6, 8, 8), trace)
+        request.choose(SmallCNN(10), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 6, 8, 8))

@@ -11,7 +11,6 @@ from torch import nn
 
 from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.placed import Places
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_layout_of, check_state
 from cnnstrategies.strategies.hybrid_pipeline.example_inputs import example_inputs, is_attached, on_device_of
@@ -153,8 +152,8 @@ class ChosenNetwork:
             if request.activation_checkpointing is None:
                 # The prediction is for the order in which most steps run. The first steps run as `saves_memory` says.
                 request, first = replace(request, schedule=order_of(module, self.request.schedule)), FIRST_ORDER
-            example, traced = partial(example_inputs, module, path), partial(trace_open, training=True)
-            layout = request.choose(network, trainer, trainer.world_size, device, example, traced, first)
+            example = partial(example_inputs, module, path)
+            layout = request.choose(network, trainer, trainer.world_size, device, example, first)
             self._layout = network, layout
         return self._layout[1]
 

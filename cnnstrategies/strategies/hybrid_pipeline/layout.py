@@ -2,14 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import fx, nn
+from torch import nn
 
 from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.errors import ConfigurationError
@@ -62,7 +62,6 @@ class ChosenLayout:
     """
 
     cuts: Sequence[str | int]
-    replicas: tuple[int, ...]
     microbatches: int
     run_ahead: bool
     checkpointing: Checkpointing = "never"
@@ -177,7 +176,6 @@ class LayoutRequest:
         devices: int,
         device: torch.device,
         example: Callable[[int], Images | None],
-        trace_network: Callable[[nn.Module], fx.GraphModule],
         first_schedule: Schedule | None = None,
     ) -> ChosenLayout:
         """The layout; automatic cuts are chosen by rank 0, which profiles the traced network. A collective.
@@ -188,7 +186,6 @@ class LayoutRequest:
             devices: Number of devices.
             device: Device of this rank.
             example: Function that returns a number of example images, or None.
-            trace_network: Function that traces the network.
             first_schedule: Schedule of the first steps, in which activations are computed again; None if all steps have
                 the same schedule.
         """
@@ -198,9 +195,7 @@ class LayoutRequest:
         if self.cuts is not None or self.stage_count == 1:
             # Without a profile nobody knows what fits.
             run_ahead = self.memory_limit is None if self.run_ahead is None else self.run_ahead
-            return ChosenLayout(
-                self.cuts or [], replicas, microbatches, run_ahead, self.activation_checkpointing or "never"
-            )
+            return ChosenLayout(self.cuts or [], microbatches, run_ahead, self.activation_checkpointing or "never")
         whole = (samples or USUAL_SAMPLES) * replicas[0]
         images = example(max(1, whole // devices))
         if images is None:
@@ -209,13 +204,13 @@ class LayoutRequest:
                 "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
             )
         cluster = measure_cluster(trainer.num_nodes, device)
-        chosen: Any = None
+        chosen: ChosenLayout | str | None = None
         recutter: Recutter | None = None
         if trainer.global_rank == 0:
             optimizers = trainer.strategy.optimizers
             try:
                 job = Job(
-                    profile=profile_of(network, trace_network, images, max(1, whole // devices), device, trainer),
+                    profile=profile_of(network, images, max(1, whole // devices), device, trainer),
                     cluster=cluster,
                     samples=whole,
                     microbatches=microbatches,
@@ -232,30 +227,33 @@ class LayoutRequest:
                 if first_schedule is not None and not _fits_first_steps(predictor.job, layout, first_schedule):
                     layout, predictor = choose_layout(replace(job, schedule=first_schedule))
                 checkpointing = predictor.job.activation_checkpointing
-                reason = _reason(job, layout) if checkpointing != self.activation_checkpointing else None
-                ahead = predictor.runs_ahead(layout)
                 # Without a limit, as on a CPU, the first steps do not compute activations again.
                 saves_memory = device.type == "cuda" or self.memory_limit is not None
 
-                def peaks_of(predictor: Predictor, layout: Layout) -> list[list[int]]:
+                def peaks_of(predictor: Predictor, layout: Layout) -> tuple[PeakMemory, ...]:
                     first = _in_first_steps(predictor.job, first_schedule, saves_memory) if first_schedule else None
-                    return [list(astuple(peak)) for peak in _peaks(predictor, layout, first)]
+                    return tuple(_peaks(predictor, layout, first))
 
-                peaks = peaks_of(predictor, layout)
-                lighter = [(words, peaks_of(of, other)) for words, of, other in lighter_stages(predictor, layout)]
-                chosen = list(layout.cuts), ahead, checkpointing, reason, peaks, lighter
+                chosen = ChosenLayout(
+                    list(layout.cuts),
+                    microbatches,
+                    predictor.runs_ahead(layout),
+                    checkpointing or "never",
+                    _reason(job, layout) if checkpointing != self.activation_checkpointing else None,
+                    planned=True,
+                    peaks=peaks_of(predictor, layout),
+                    lighter=tuple(
+                        LighterPlan(words, peaks_of(of, other))
+                        for words, of, other in lighter_stages(predictor, layout)
+                    ),
+                )
                 recutter = partial(recut, predictor.job, layout)
             except ConfigurationError as error:
                 chosen = str(error)
-        chosen = broadcast_value(chosen, 0, device)
-        if isinstance(chosen, str):
-            raise ConfigurationError(chosen)
-        cuts, run_ahead, checkpointing, reason, peaks, lighter = chosen
-        predicted = tuple(PeakMemory(*parts) for parts in peaks)
-        plans = tuple(LighterPlan(words, [PeakMemory(*parts) for parts in peaks]) for words, peaks in lighter)
-        return ChosenLayout(
-            cuts, replicas, microbatches, run_ahead, checkpointing, reason, True, recutter, predicted, plans
-        )
+        received: ChosenLayout | str = broadcast_value(chosen, 0, device)
+        if isinstance(received, str):
+            raise ConfigurationError(received)
+        return replace(received, recut=recutter)
 
 
 def _in_first_steps(job: Job, schedule: Schedule, saves_memory: bool = True) -> Predictor:

@@ -1,6 +1,6 @@
 """The profile that chooses a pipeline's cuts: measured, or kept from an earlier start of the same run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,12 +8,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import fx, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.stored_watch import StoredWatch
+from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.kept_profile import NAME, keep, kept, key_of
 from cnnstrategies.planning.measure import measure_profile
@@ -22,7 +23,6 @@ from cnnstrategies.strategies.hybrid_pipeline.example_inputs import on_device_of
 
 def profile_of(
     network: nn.Module,
-    trace_network: Callable[[nn.Module], fx.GraphModule],
     images: Images,
     size: int,
     device: torch.device,
@@ -35,7 +35,6 @@ def profile_of(
 
     Args:
         network: The network.
-        trace_network: Function that traces the network.
         images: Example inputs of the network.
         size: Number of samples that one device has in a step.
         device: Device on which the network is measured.
@@ -47,7 +46,7 @@ def profile_of(
     settings = str(trainer.precision), bool(getattr(trainer.lightning_module, "channels_last", False))
     with _failures_named(network, images):
         images = on_device_of(network, images)
-        traced = trace_network(network)
+        traced = trace_open(network, training=True)
     file = _file(trainer)
     key = "" if file is None else key_of(traced, images, size, device, *settings)
     if file is not None and (earlier := kept(file, key)) is not None:
