@@ -19,7 +19,6 @@ from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.stored_watch import WatchState
 from cnnstrategies.pipeline.storing_code import any_may_store, function_may_store
 from cnnstrategies.pipeline.task_times import TaskTimes
-from cnnstrategies.pipeline.timeline import Clock
 from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Kind, Placement, Schedule, Task, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
@@ -93,11 +92,6 @@ class StageRunner:
     def placement(self) -> Placement:
         """Numbering of the ranks."""
         return self.transport.placement
-
-    @property
-    def clocks(self) -> dict[str, list[Clock]]:
-        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
-        return self.times.clocks
 
     @property
     def tasks(self) -> list[Task]:

@@ -180,7 +180,7 @@ class SlowStage(Callback):
         stopwatch.time = SimpleNamespace(perf_counter=lambda: self.now)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        clocks = trainer.strategy.timed_stages.clocks["forward"]
+        clocks = trainer.strategy.timed_stages.times.clocks["forward"]
         if self not in clocks:
             clocks.append(self)  # After the clock that measures.
 

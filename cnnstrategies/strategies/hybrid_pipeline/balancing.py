@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from cnnstrategies.pipeline.timeline import Clock
-from cnnstrategies.pipeline.timetable import KINDS, Placement, Schedule, Task
+from cnnstrategies.pipeline.stage_runner import StageRunner
+from cnnstrategies.pipeline.timetable import KINDS, Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.planning.redeal import in_flight, redeal
 from cnnstrategies.shares import Deals, Proposal
@@ -22,34 +22,6 @@ if TYPE_CHECKING:
     from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 
 
-class TimedStages(Protocol):
-    """Stages of a pipeline, whose microbatches can be timed."""
-
-    @property
-    def clocks(self) -> dict[str, list[Clock]]:
-        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
-
-    @property
-    def placement(self) -> Placement:
-        """The current shares of the ranks."""
-
-    @property
-    def tasks(self) -> Sequence[Task]:
-        """Tasks of this rank for a batch, in order."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule."""
-
-    @property
-    def run_ahead(self) -> bool:
-        """Whether stages hold one additional microbatch."""
-
-    @property
-    def connections(self) -> list[tuple[int, int]]:
-        """Pairs of stages, the first of which sends its outputs to the second."""
-
-
 class StageBalance(Balance):
     """Has the microbatches of each stage dealt anew to its replicas, where a step of all stages gains by that."""
 
@@ -59,7 +31,7 @@ class StageBalance(Balance):
         super().__init__(deals, device, gather)
         self._clocks = {kind: Stopwatch(device) for kind in KINDS}
         self._placement = placement
-        self._pipeline: TimedStages | None = None
+        self._pipeline: StageRunner | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -67,7 +39,7 @@ class StageBalance(Balance):
         strategy: Any = trainer.strategy
         self._pipeline = stages = strategy.timed_stages
         for kind, clock in self._clocks.items():
-            stages.clocks.setdefault(kind, []).append(clock)
+            stages.times.clocks.setdefault(kind, []).append(clock)
 
     @override
     def can_deal(self) -> bool:

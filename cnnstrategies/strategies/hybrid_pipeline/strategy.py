@@ -18,8 +18,9 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.task_times import MeasuredPipeline
-from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages, use_shares
+from cnnstrategies.strategies.hybrid_pipeline.balancing import use_shares
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.checks import placement_for
 from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences
@@ -260,7 +261,7 @@ class HybridPipelineStrategy(PipelineStrategy):
         return None if self._values is None else self._divided.placed.runner.times
 
     @property
-    def timed_stages(self) -> TimedStages:
+    def timed_stages(self) -> StageRunner:
         """The stages, whose microbatches can be timed, after the set-up."""
         return self._divided.placed.runner
 
