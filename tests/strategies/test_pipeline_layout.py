@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
@@ -71,7 +70,7 @@ def test_the_step_that_shows_the_inputs_of_the_network_leaves_all_parameters_as_
     module.trainer = SimpleNamespace(loggers=[])
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
     images = torch.randn(4, 3)
-    arguments = arguments_of_call(module, "net", module.net, "training_step", images, 0, CPU)
+    arguments = arguments_of_call(module, "net", "training_step", images)
     assert arguments is not None
     assert arguments[0] is images
     for name, parameter in module.named_parameters():

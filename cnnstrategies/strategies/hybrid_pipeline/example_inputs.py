@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
         size: Number of samples. At least two samples are returned, because batch normalisation cannot train on one.
     """
     size = max(2, size)
-    network = module_at(module, path)
-    names = network_inputs(network)
+    names = network_inputs(module_at(module, path))
     example = module.example_input_array
     arrays: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
     if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
@@ -55,7 +55,7 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
             return None
         batch = as_loaded(module, batch)
         step = STEPS.get(module.trainer.state.fn, "training_step")
-        arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
+        arguments = arguments_of_call(module, path, step, batch)
     if arguments is None or not all(map(_has_tensors_only, arguments)):
         return None
     return as_given(arguments)
@@ -122,24 +122,7 @@ class _CallSeen(BaseException):
     """Ends a step. No ``except Exception`` of the step catches this exception."""
 
 
-class _Recorder:
-    """The ``forward`` of a copy of the network, which records a call and ends the step.
-
-    Attributes:
-        call: Positional arguments and keyword arguments of the call; None before the call.
-    """
-
-    def __init__(self) -> None:
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.call = (args, kwargs)
-        raise _CallSeen
-
-
-def arguments_of_call(
-    module: LightningModule, path: str, network: nn.Module, step: str, batch: Any, dataloader: int, device: torch.device
-) -> list[Any] | None:
+def arguments_of_call(module: LightningModule, path: str, step: str, batch: Any) -> list[Any] | None:
     """Return what a step passes to the network, in the order of the network's arguments.
 
     The step runs on a copy of the module, up to the call of the network.
@@ -147,38 +130,34 @@ def arguments_of_call(
     Args:
         module: The module.
         path: Path of the network.
-        network: The network.
         step: Name of the step's method.
         batch: The batch, which the step may change.
-        dataloader: Index of the data loader.
-        device: Device of the random numbers that the step may draw.
 
     Returns:
         The arguments; None if the step does not call the network, calls it in a way in which it cannot be called, or
         calls a collective before. Errors of the step are ignored here, because they occur again when the step runs.
     """
-    copied, recorder = muted_copy(module), _Recorder()
+    copied, network = muted_copy(module), module_at(module, path)
     called = copied.get_submodule(path)
-    vars(called)["forward"] = recorder
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        raise _CallSeen
+
+    vars(called)["forward"] = record
     for hooks in hook_tables(called) if path else ():
         hooks.clear()
-    with same_random_numbers(device), tensors_stay(module), NoCollectives():
-        try:
-            with torch.no_grad():
-                getattr(copied, step)(*_arguments(module, step, batch, dataloader))
-        except (_CallSeen, Exception):
-            pass
-    if recorder.call is None:
+    with tensors_stay(module), NoCollectives(), torch.no_grad(), suppress(_CallSeen, Exception):
+        parameters = inspect.signature(getattr(module, step)).parameters.values()
+        taken = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        # A trainer also gives the indices of the batch and of the loader.
+        getattr(copied, step)(*[batch, 0, 0][: max(1, len(taken))])
+    if not calls:
         return None
+    args, kwargs = calls[-1]
     try:
-        bound = inspect.signature(network.forward).bind(*recorder.call[0], **recorder.call[1])
+        bound = inspect.signature(network.forward).bind(*args, **kwargs)
     except TypeError:
         return None
     return [only(bound.arguments.get(name)) for name in network_inputs(network)]
-
-
-def _arguments(module: LightningModule, step: str, batch: Any, dataloader: int) -> list[Any]:
-    """Return the arguments with which a trainer calls a step, as far as the step takes them."""
-    parameters = inspect.signature(getattr(module, step)).parameters.values()
-    wanted = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    return [batch, 0, dataloader][: max(1, len(wanted))]
