@@ -8,7 +8,7 @@ its place. Outside of a run, parameters of other stages are on the meta device.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from warnings import catch_warnings, simplefilter
 from weakref import ref
 
@@ -157,24 +157,16 @@ def refuse_meta(module: LightningModule, path: str) -> None:
             )
 
 
-class StageTensor(NamedTuple):
-    """A parameter or buffer of the network, or of a copy of the network such as a teacher, with its stage."""
-
-    name: str
-    stage: int
-    tensor: Tensor
-
-
-def stage_tensors(module: LightningModule, network: nn.Module, division: Division) -> Iterator[StageTensor]:
-    """Yield the parameters and buffers of a network and of its copies in a module.
+def stage_tensors(module: LightningModule, network: nn.Module, division: Division) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield the names, stages and tensors of a network's parameters and buffers, and of its copies in a module.
 
     Args:
-        module: The module.
+        module: The module, whose copies of the network may be teachers.
         network: The network, or a network with the same structure as the divided one.
         division: The division.
     """
     for copy in (network, *find_copies(module, network)):
-        yield from (StageTensor(*item) for item in division.tensors(copy))
+        yield from division.tensors(copy)
 
 
 @contextmanager
@@ -257,13 +249,13 @@ def _settle(places: Places, module: LightningModule, tensors: Sequence[tuple[str
                 "then has only the parameters of its own stage"
             )
         elif isinstance(parameter, ForeignTensor):
-            _put(places, parameter, value)
+            give_values(places, parameter, value)
     of_stages = {id(parameter) for _, _, parameter in parameters}
     for name, tensor in list(tensors_of(module)):
         if id(tensor) not in of_stages and places.place_of(tensor) is not None:
             whole = places.everywhere(tensor.detach(), f"configure_model: {name}")
             if isinstance(tensor, ForeignTensor):
-                _put(places, tensor, whole)
+                give_values(places, tensor, whole)
             else:
                 places.forget(tensor)
 
@@ -305,10 +297,16 @@ def put_on_meta(parameter: Tensor) -> None:
         swap_contents(parameter, nn.Parameter(meta, parameter.requires_grad))
 
 
-def _put(places: Places, tensor: Tensor, value: Tensor) -> None:
-    """Give a foreign parameter or buffer values, in place."""
+def give_values(places: Places, tensor: Tensor, value: Tensor, is_used: bool = False) -> None:
+    """Give a foreign parameter or buffer values, in place.
+
+    Args:
+        places: The rules of this rank.
+        tensor: The parameter or buffer.
+        value: The values, which may share a storage with another tensor.
+        is_used: See `swap_contents`.
+    """
     with places.local():
-        # The value may share its storage with another tensor.
         value = value.detach().clone()
         is_parameter = isinstance(tensor, nn.Parameter)
-        swap_contents(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
+        swap_contents(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value, is_used)

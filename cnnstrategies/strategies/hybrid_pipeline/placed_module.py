@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.dlpack import from_dlpack
 
-from cnnstrategies._torch_private import swap_contents
 from cnnstrategies.pipeline.disk_memory import memory_on_disk
 from cnnstrategies.pipeline.network_copies import adopt_copies
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
@@ -19,7 +18,7 @@ from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.placed.optimizer_state import parameters_of
 from cnnstrategies.placed.placing import place_tensors
 from cnnstrategies.strategies.hybrid_pipeline.network import DividedForward, tensors_of
-from cnnstrategies.strategies.hybrid_pipeline.own_stage import put_on_meta, stage_tensors
+from cnnstrategies.strategies.hybrid_pipeline.own_stage import give_values, put_on_meta, stage_tensors
 from cnnstrategies.strategies.without_ddp import check_optimizer_states
 
 T = TypeVar("T")
@@ -166,12 +165,9 @@ class PlacedModule:
             if isinstance(tensor, ForeignTensor):
                 with self.places.local():
                     tensor.grad = None
-                    # The next run may make the tensor foreign, which needs memory that no other tensor uses.
-                    whole = whole.clone()
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    restored = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
-                    # Attributes that were computed after the last backward, such as pruned weights, have graphs.
-                    swap_contents(tensor, restored, is_used=True)
+                # The next run may make the tensor foreign, which needs memory that no other tensor uses. Attributes
+                # that were computed after the last backward, such as pruned weights, have graphs.
+                give_values(self.places, tensor, whole, is_used=True)
         for optimizer, state in zip(optimizers, states, strict=False):
             with self.places.local():
                 if self.places.rank == 0:
@@ -187,8 +183,8 @@ class PlacedModule:
                 if isinstance(parameter, ForeignTensor):
                     optimizer.state.pop(parameter, None)
         division = self.placed.division
-        tensors = [item.tensor for item in stage_tensors(self.module, division.network, division)]
-        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        tensors = stage_tensors(self.module, division.network, division)
+        parameters = [tensor for *_, tensor in tensors if isinstance(tensor, nn.Parameter)]
         for parameter in parameters:
             if isinstance(parameter, ForeignTensor):
                 parameter.grad = None
