@@ -12,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
-from cnnstrategies._lightning_private import asks_of_sigterm
 from cnnstrategies._torch_private import not_intercepted
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
@@ -146,7 +145,7 @@ class DividedRun:
         """
         self._connections.same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
-        self._callbacks.insert(0, EndTogether(self._end_together, self._end_evaluation_together))
+        self._callbacks.insert(0, EndTogether(partial(self._connections.end_together, self.placed.ranks[0])))
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             if self._chosen.layout.planned:
                 self._callbacks.append(StageTimes(self.placed.runner.times, self._chosen.layout.recut, gather))
@@ -158,12 +157,6 @@ class DividedRun:
     def _callbacks(self) -> list[Callback]:
         callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
         return callbacks
-
-    def _end_together(self) -> None:
-        self._connections.end_together(self.placed.ranks[0], asks_of_sigterm(self._module.trainer))
-
-    def _end_evaluation_together(self) -> None:
-        self._connections.end_together(self.placed.ranks[0], asks_of_signal=False)
 
     # During the run
 

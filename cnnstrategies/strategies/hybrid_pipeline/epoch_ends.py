@@ -8,6 +8,8 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import asks_of_sigterm
+
 
 class EndTogether(Callback):
     """Callback that makes all ranks check, at the end of an epoch, that all of them have reached it.
@@ -16,26 +18,26 @@ class EndTogether(Callback):
 
     Args:
         meet: Function that raises an error if a rank is in the middle of the epoch. All ranks must call this function.
-        meet_after_evaluation: The same for epochs of validation, test and prediction.
+            The argument says whether Lightning asks before each batch for a signal that rank 0 has got.
     """
 
-    def __init__(self, meet: Callable[[], None], meet_after_evaluation: Callable[[], None]) -> None:
-        self._meet, self._meet_after_evaluation = meet, meet_after_evaluation
+    def __init__(self, meet: Callable[[bool], None]) -> None:
+        self._meet = meet
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._meet()
+            self._meet(asks_of_sigterm(trainer))
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._meet_after_evaluation()
+        self._meet(False)
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._meet()
+        self._meet(asks_of_sigterm(trainer))
 
 
 def summarise_whole(trainer: Trainer, module: LightningModule, callbacks: Iterable[Callback]) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
 from cnnstrategies._lightning_private import last_value_of, set_last_value
 from cnnstrategies.placed import Places, RefusedError
+
+# Name, value, copy of the value or last value of the metric, and other arguments of `log`.
+_Entry = tuple[str, Any, Any, tuple[Any, ...], dict[str, Any]]
 
 
 class PlacedLogs:
@@ -28,7 +31,7 @@ class PlacedLogs:
     def __init__(self, module: LightningModule, places: Places) -> None:
         self._module, self._places = module, places
         self._module_log = module.log
-        self._pending: list[tuple[str, Any, Any, tuple[Any, ...], dict[str, Any]]] | None = None
+        self._pending: list[_Entry] | None = None
         # By id, because a metric's hash changes with its states: logged metrics and their own methods `compute`.
         self._metrics: dict[int, tuple[Metric, Callable[..., Any]]] = {}
         # Each access to a method makes a new object, which would count as a change of the module.
@@ -50,10 +53,7 @@ class PlacedLogs:
             pending = self._pending
         finally:
             self._pending = None
-        tensors = [leaf for _, _, values, _, _ in pending for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        copies = self._places.all_everywhere(tensors, "log")
-        for name, value, values, args, kwargs in pending:
-            self._log_now(name, value, _replaced(values, copies), args, kwargs)
+        self._log_all(pending, "log")
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -73,18 +73,21 @@ class PlacedLogs:
         if isinstance(value, Metric):
             self._share_results(value)
         values = last_value_of(value) if isinstance(value, Metric) else value
-        leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        if all(self._places.place_of(leaf) is None for leaf in leaves):
+        if all(self._places.place_of(leaf) is None for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
             self._log_now(name, value, values, args, kwargs)
-        elif self._pending is None:
-            detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
-            tensors = [leaf for leaf in tree_leaves(detached) if isinstance(leaf, Tensor)]
-            copies = self._places.all_everywhere(tensors, f"log {name}")
-            self._log_now(name, value, _replaced(detached, copies), args, kwargs)
+            return
+        # The step may change a tensor later.
+        kept = tree_map_only(Tensor, self._places.copy_of, values)
+        if self._pending is None:
+            self._log_all([(name, value, kept, args, kwargs)], f"log {name}")
         else:
-            # The step may change the tensor later.
-            kept = tree_map(lambda leaf: self._places.copy_of(leaf) if isinstance(leaf, Tensor) else leaf, values)
             self._pending.append((name, value, kept, args, kwargs))
+
+    def _log_all(self, entries: list[_Entry], why: str) -> None:
+        """Bring values to all ranks in one message, and log them."""
+        copies = _everywhere(self._places, [values for _, _, values, _, _ in entries], why)
+        for (name, value, _, args, kwargs), values in zip(entries, copies, strict=True):
+            self._log_now(name, value, values, args, kwargs)
 
     def _log_now(self, name: str, value: Any, copies: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Log a value of which all ranks have copies."""
@@ -103,9 +106,7 @@ class PlacedLogs:
         self._metrics[id(metric)] = metric, metric_compute
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            result = metric_compute(*args, **kwargs)
-            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            return _replaced(result, self._places.all_everywhere(tensors, "metric"))
+            return _everywhere(self._places, metric_compute(*args, **kwargs), "metric")
 
         metric.compute = compute  # type: ignore[method-assign]
 
@@ -114,6 +115,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Take the place of ``log``."""
 
 
-def _replaced(value: Any, copies: dict[int, Tensor]) -> Any:
-    """Return nested containers with copies in place of tensors, which are given by their ids."""
-    return tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
+def _everywhere(places: Places, value: Any, why: str) -> Any:
+    """Return nested containers with copies of placed tensors on all ranks. All ranks must call this."""
+    copies = places.all_everywhere([leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)], why)
+    return tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), value)
