@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
@@ -136,14 +136,21 @@ def broadcast(value: Any, source: int, connections: RunConnections | None, devic
         return value
     if connections is None:
         return broadcast_value(value, source, device)
-    places = connections.places
-
-    def everywhere(leaf: Any) -> Any:
-        return places.everywhere(leaf.detach(), "broadcast") if isinstance(leaf, Tensor) else leaf
-
-    value = tree_map(everywhere, value)
-    with connections.all_processes(), places.local():
+    value = everywhere(connections.places, value, "broadcast")
+    with connections.all_processes(), connections.places.local():
         return broadcast_value(value, source, device)
+
+
+def everywhere(places: Places, value: Any, why: str) -> Any:
+    """Return nested containers with copies of placed tensors, without a gradient. All ranks must call this.
+
+    Args:
+        places: The rules of this rank.
+        value: The containers.
+        why: First word of the message's subject.
+    """
+    copies = places.all_everywhere([leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)], why)
+    return tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), value)
 
 
 def reduce_over_ranks(value: Tensor, how: Any, connections: RunConnections | None, timeout: timedelta) -> Tensor:

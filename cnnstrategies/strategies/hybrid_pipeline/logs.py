@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from cnnstrategies._lightning_private import last_value_of, set_last_value
 from cnnstrategies.placed import Places, RefusedError
+from cnnstrategies.strategies.hybrid_pipeline.connections import everywhere
 
 # Name, value, copy of the value or last value of the metric, and other arguments of `log`.
 _Entry = tuple[str, Any, Any, tuple[Any, ...], dict[str, Any]]
@@ -85,7 +86,7 @@ class PlacedLogs:
 
     def _log_all(self, entries: list[_Entry], why: str) -> None:
         """Bring values to all ranks in one message, and log them."""
-        copies = _everywhere(self._places, [values for _, _, values, _, _ in entries], why)
+        copies = everywhere(self._places, [values for _, _, values, _, _ in entries], why)
         for (name, value, _, args, kwargs), values in zip(entries, copies, strict=True):
             self._log_now(name, value, values, args, kwargs)
 
@@ -106,16 +107,10 @@ class PlacedLogs:
         self._metrics[id(metric)] = metric, metric_compute
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            return _everywhere(self._places, metric_compute(*args, **kwargs), "metric")
+            return everywhere(self._places, metric_compute(*args, **kwargs), "metric")
 
         metric.compute = compute  # type: ignore[method-assign]
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Take the place of ``log``."""
-
-
-def _everywhere(places: Places, value: Any, why: str) -> Any:
-    """Return nested containers with copies of placed tensors on all ranks. All ranks must call this."""
-    copies = places.all_everywhere([leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)], why)
-    return tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), value)

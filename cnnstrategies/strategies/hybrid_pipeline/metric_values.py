@@ -7,12 +7,13 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
 from cnnstrategies._lightning_private import keeps_graph
 from cnnstrategies.placed import Places
+from cnnstrategies.strategies.hybrid_pipeline.connections import everywhere
 
 # Largest number of bytes of the arguments of a metric's update that are sent to all ranks. A metric with larger
 # arguments computes where they are, and each state that changes is sent.
@@ -48,7 +49,7 @@ def _change(places: Places, metric: Metric | MetricCollection) -> Callable[[], N
 
         def bring_arguments(_: Any, args: Any, kwargs: Any) -> Any:
             needs_graph = any(map(_has_gradient, metric.values(copy_state=False)))
-            return _everywhere(places, (args, kwargs), needs_graph)
+            return _share(places, (args, kwargs), needs_graph)
 
         # One message is enough for all metrics of the collection.
         return metric.register_forward_pre_hook(bring_arguments, with_kwargs=True).remove
@@ -58,12 +59,12 @@ def _change(places: Places, metric: Metric | MetricCollection) -> Callable[[], N
 
     @wraps(update)
     def update_everywhere(*args: Any, **kwargs: Any) -> None:
-        args, kwargs = _everywhere(places, (args, kwargs), needs_graph=keeps_graph(metric) and _has_gradient(metric))
+        args, kwargs = _share(places, (args, kwargs), needs_graph=keeps_graph(metric) and _has_gradient(metric))
         update(*args, **kwargs)
 
     @wraps(compute)
     def compute_everywhere(*args: Any, **kwargs: Any) -> Any:
-        return _everywhere(places, compute(*args, **kwargs), needs_graph=keeps_graph(metric), is_limited=False)
+        return _share(places, compute(*args, **kwargs), needs_graph=keeps_graph(metric), is_limited=False)
 
     attributes |= {"update": update_everywhere, "compute": compute_everywhere}
     return partial(attributes.update, before)
@@ -74,7 +75,7 @@ def _has_gradient(metric: Metric) -> bool:
     return metric.is_differentiable is not False and not isinstance(metric, BaseAggregator)
 
 
-def _everywhere(places: Places, value: Any, needs_graph: bool, is_limited: bool = True) -> Any:
+def _share(places: Places, value: Any, needs_graph: bool, is_limited: bool = True) -> Any:
     """Return nested containers with copies of placed tensors on all ranks, which do not have a gradient.
 
     Args:
@@ -83,16 +84,13 @@ def _everywhere(places: Places, value: Any, needs_graph: bool, is_limited: bool 
         needs_graph: Whether tensors that require a gradient are left at their places.
         is_limited: Whether at most `SMALL` bytes are sent. More bytes are left at their places.
     """
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    tensors = [tensor for tensor in tensors if places.place_of(tensor) is not None]
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if places.place_of(leaf) is not None]
     if needs_graph and any(tensor.requires_grad for tensor in tensors):
         return value
     if not tensors or not places.active or (is_limited and sum(tensor.nbytes for tensor in tensors) > SMALL):
         return value
-    detached = [tensor.detach() for tensor in tensors]
-    brought = places.all_everywhere(detached, "metric")
-    copies = {id(tensor): brought[id(part)] for tensor, part in zip(tensors, detached, strict=True)}
-    return tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), value)
+    return everywhere(places, value, "metric")
 
 
 def _metrics_in(value: Any, seen: set[int]) -> Iterator[Metric | MetricCollection]:
