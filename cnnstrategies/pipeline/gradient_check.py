@@ -54,21 +54,6 @@ def different(reason: str) -> GradientVerdict:
     return GradientVerdict("different", 1.0, reason)
 
 
-def compare(
-    arrived: Sequence[Tensor | None],
-    through: Sequence[Tensor | None],
-    of_loss: Tensor,
-    scale: Tensor | float,
-    pairs: Callable[[], Pairs],
-) -> GradientVerdict:
-    """Compare gradients on one replica of the last stage. This reads from the device once.
-
-    The arguments are those of :func:`begin_comparison`.
-    """
-    begun = begin_comparison(arrived, through, of_loss, scale, pairs)
-    return begun if isinstance(begun, GradientVerdict) else begun.read()
-
-
 class GradientComparison(NamedTuple):
     """A comparison of gradients whose numbers have not been read from the device.
 

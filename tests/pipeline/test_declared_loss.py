@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
-from cnnstrategies.pipeline.gradient_check import GradientVerdict, compare
+from cnnstrategies.pipeline.gradient_check import GradientVerdict, begin_comparison
 from cnnstrategies.pipeline.loss_arguments import LossArguments, UnknownArgumentError
 from cnnstrategies.pipeline.loss_verdict import settle_late
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
@@ -287,6 +287,12 @@ def test_steps_train_as_on_one_device_and_store_the_activations_of_few_microbatc
 def test_more_steps_train_as_on_one_device_with_replicas(replicas: tuple[int, ...], names: Sequence[str]) -> None:
     """``make test-cases`` tests more layouts; see `more_layouts.py`."""
     check_layout(replicas, names)
+
+
+def compare(*arguments: Any) -> GradientVerdict:
+    """Compare gradients, and read the result. The arguments are those of `begin_comparison`."""
+    begun = begin_comparison(*arguments)
+    return begun if isinstance(begun, GradientVerdict) else begun.read()
 
 
 def compared(
