@@ -57,7 +57,7 @@ class InterleavedBatch(WholeBatch):
         self._versions = self._current_versions()
         self._state = None
         if self.terms is not None:
-            self._state = self.terms.noted_state()
+            self._state = self.terms.watch.noted()
             self.terms.drop_arguments()
             # What the declared loss stores is undone, so it must not be taken for what a forward stores.
             self.terms.is_quiet &= not self._runner.last
@@ -80,7 +80,7 @@ class InterleavedBatch(WholeBatch):
                 )
             self.started[microbatch] = gradients
             if self.terms is not None:
-                self.terms.undo()
+                self.terms.watch.take()
         if microbatch == self.microbatches[-1] and self._ends_together():
             self._runner.buffers.send()
         self._backward(microbatch, gradients, keep=False, of_stored=None)

@@ -151,12 +151,12 @@ def _started(loss: LossOfCall, batch: WholeBatch, outputs: Sequence[Tensor]) -> 
     terms, device = batch.terms, outputs[0].device
     assert terms is not None
     before = GeneratorStates.current(device)
-    with batch.under_autocast(), _same_statistics(terms.outside_network()):
-        terms.begin_watch()
+    with batch.under_autocast(), _same_statistics(terms.watch.outside_network()):
+        terms.watch.begin()
         for microbatch in batch.microbatches:
             rows_of = partial(batch.rows.of_microbatch, microbatch=microbatch)
             started[microbatch] = loss.gradients([*map(rows_of, outputs)], rows_of)
-            terms.undo()
+            terms.watch.take()
     if before.changed(GeneratorStates.current(device)):
         before.restore(device)
         loss.failure = "loss() draws random numbers"

@@ -100,7 +100,7 @@ class SecondForwards:
     ) -> None:
         self._runner, self._draws, self._autocast = runner, draws, autocast
         self._form = form, runner.division.network.training, autocast
-        self._state = None if terms is None else terms.noted_state()
+        self._state = None if terms is None else terms.watch.noted()
         self._recorders = runner.buffers.recorders
         self._parameters = [
             (name, tensor, writes(tensor))

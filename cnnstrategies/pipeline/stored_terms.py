@@ -19,7 +19,6 @@ from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
 from cnnstrategies.pipeline.mixing import MixingProbe
-from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.stored_watch import StoredWatch, WatchState
 from cnnstrategies.pipeline.term_reports import TermReport, TermReports
 from cnnstrategies.pipeline.term_rules import TermRules
@@ -114,6 +113,7 @@ class CallTerms:
     """Values that one call of the network stores.
 
     Attributes:
+        watch: Finds what code has stored on modules since the last forward, and undoes it.
         reason: Why the stage needs the whole batch as one microbatch, if the caller knows a reason.
         is_quiet: Whether no forward stores anything, as far as all ranks know from the code and from earlier calls. The
             forwards are then watched together, and not one by one.
@@ -128,7 +128,7 @@ class CallTerms:
         form: Hashable,
         state: WatchState,
     ) -> None:
-        self._state = state
+        self._state, self.watch = state, terms.watch
         self._terms, self._rows, self._needs_gradient, self._device = terms, rows, needs_gradient, device
         self._hooks, self._known_hooks = terms.hooks(state), terms.known_hooks.setdefault(form, {})
         if not self._known_hooks:
@@ -150,10 +150,6 @@ class CallTerms:
 
     # The forwards
 
-    def noted_state(self) -> NotedState:
-        """Return the state of modules in which the call's forwards begin."""
-        return self._terms.watch.noted()
-
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
         """Run the stage for a microbatch, and take away what it stores.
 
@@ -161,7 +157,7 @@ class CallTerms:
             microbatch: The microbatch.
             arguments: Arguments of the stage.
         """
-        watch, terms = self._terms.watch, self._terms
+        watch, terms = self.watch, self._terms
         is_new = self._has_new_hooks or self._form not in terms.run_forms
         saving = watch.saving_copies(is_new) if self._needs_gradient else nullcontext()
         with saving, nullcontext() if self._noted is None else self._noted.watching():
@@ -185,18 +181,6 @@ class CallTerms:
         """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
         self._microbatches.drop_graph(microbatch, self._device)
 
-    def begin_watch(self) -> None:
-        """Note the current state of modules, to which :meth:`undo` returns."""
-        self._terms.watch.begin()
-
-    def undo(self) -> None:
-        """Undo what code has stored on modules since the last forward."""
-        self._terms.watch.take()
-
-    def outside_network(self) -> list[nn.Module]:
-        """Return the modules of the user's module that are not in the network."""
-        return self._terms.watch.outside_network()
-
     # After the forwards
 
     def finish(self) -> None:
@@ -207,9 +191,9 @@ class CallTerms:
             RefusedError: A hook that was registered after the first call, and not on all ranks, mixes samples.
         """
         terms, places, microbatches = self._terms, self._terms.places, self._microbatches
-        state = terms.watch.state
-        refusal = None if state is self._state else terms.watch.new_modules()
-        unseen = next(iter(terms.watch.take()), None) if self.is_quiet and state is not self._state else None
+        state = self.watch.state
+        refusal = None if state is self._state else self.watch.new_modules()
+        unseen = next(iter(self.watch.take()), None) if self.is_quiet and state is not self._state else None
         is_exchanged = self._agree_on_terms(state)
         self._refuse(unseen)
         if not is_exchanged:
@@ -232,7 +216,7 @@ class CallTerms:
         microbatches.arguments.clear()
         report = TermReport(set_first or reason, NOTHING, set_first is not None, refusal)
         if report.reason is None and refusal is None and microbatches.stored:
-            self._combined = combine_terms(microbatches, rules, terms.watch, places)
+            self._combined = combine_terms(microbatches, rules, self.watch, places)
             report = TermReport(None, self._combined.header)
         # Without a backward, ranks do not ask each other whether they have new hooks.
         is_alone = self._has_new_hooks and not self._needs_gradient
@@ -332,7 +316,7 @@ class CallTerms:
         Args:
             outputs: The tensors of :meth:`outputs`, as results of the network's autograd function.
         """
-        self._batch.store(outputs, self._terms.watch)
+        self._batch.store(outputs, self.watch)
 
     # The backwards
 
@@ -343,10 +327,9 @@ class CallTerms:
         Raises:
             RefusedError: A hook has stored a value, and the batch is not one microbatch.
         """
-        watch = self._terms.watch
-        watch.begin()
+        self.watch.begin()
         yield
-        self._of_backward = StoredValues.of(watch.take())
+        self._of_backward = StoredValues.of(self.watch.take())
         if self._of_backward.keys and not self._rows.is_one_microbatch:
             raise RefusedError(
                 f"a hook has stored {self._of_backward.keys[0]} in the backward of a part of the batch, which is not "
@@ -364,9 +347,9 @@ class CallTerms:
 
         All ranks must call this, if :attr:`stores_in_backward` is true on a rank. The batch is one microbatch.
         """
-        terms = CallTerms(self._terms, self._rows, False, self._device, self._form, self._terms.watch.state)
+        terms = CallTerms(self._terms, self._rows, False, self._device, self._form, self.watch.state)
         terms.is_quiet = False
-        terms._microbatches.before = dict(self._terms.watch.before)
+        terms._microbatches.before = dict(self.watch.before)
         terms._microbatches.stored = dict.fromkeys(self._ran, self._of_backward)
         terms.finish()
         terms.place(terms.outputs())
