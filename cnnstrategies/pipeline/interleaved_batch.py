@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cnnstrategies._torch_private import writes
-from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Task
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 
@@ -34,7 +33,6 @@ class InterleavedBatch(WholeBatch):
         samples: See `StageRunner.begin`.
         form: See `StageRunner.begin`. A batch of this form must have run before.
         gradients: See `GradientsOfResults`.
-        early: See `WholeBatch.backward`.
     """
 
     interleaves = True
@@ -46,9 +44,9 @@ class InterleavedBatch(WholeBatch):
         samples: int,
         form: Hashable,
         gradients: GradientsOfResults,
-        early: EarlySums | None = None,
     ) -> None:
-        self._gradients_of, self.early = gradients, early
+        self._gradients_of = gradients
+        self.early, runner.early = runner.early, None
         self._arguments = (images, samples, form, runner.microbatches)
         self._salt, self._drawn = runner.unseen_draws, {*runner.drawn}
         super().__init__(runner, images, samples, True, form, False, runner.microbatches)

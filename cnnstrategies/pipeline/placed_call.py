@@ -101,10 +101,10 @@ class PlacedCall:
         form = self.network.forms.get(self._key)
         declared, samples = self.network.declared, len(leaves[0])
         loss = self._loss = declared.begin(samples) if declared is not None and self.needs_gradient else None
-        gradients, early = None, None
+        gradients = None
         if loss is not None and loss.expected is not None and self.network.can_interleave(self._key, samples):
             loss.prepare()
-            gradients, early = loss.gradients, self._sums.begin(form)
+            gradients, runner.early = loss.gradients, self._sums.begin(form)
         # All calls in GPipe's order must do with the memory of the order 1F1B.
         checkpointing = self.network.other_checkpointing if self.needs_gradient else None
         with places.local():
@@ -115,7 +115,7 @@ class PlacedCall:
             # A layer may begin to draw later, as a dropout whose probability grows.
             in_order = form is None or self.needs_gradient or bool(form.drawn)
             batch = self.network.begin(
-                images, samples, self.needs_gradient, self._key, in_order, gradients, checkpointing, early
+                images, samples, self.needs_gradient, self._key, in_order, gradients, checkpointing
             )
         self._batch = batch
         names = [name for name in self.parameters if self.network.division.owner[name] == runner.stage]
@@ -235,9 +235,9 @@ class PlacedCall:
                 factor, uses_loss = verdict.factor, True
         form = self._form
         assert form is not None
-        early = self._sums.begin(form)
+        self.network.runner.early = self._sums.begin(form)
         with self.places.local():
-            results = batch.backward(of_outputs, keep, of_stored, form.draws_backward, uses_loss, early)
+            results = batch.backward(of_outputs, keep, of_stored, form.draws_backward, uses_loss)
         return *results, factor
 
     @property

@@ -11,7 +11,6 @@ from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.buffers import leave_statistics
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
 from cnnstrategies.pipeline.known_forms import KnownForm, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
@@ -186,31 +185,22 @@ class PlacedNetwork:
         in_order: bool,
         gradients: GradientsOfResults | None = None,
         checkpointing: Checkpointing | None = None,
-        early: EarlySums | None = None,
     ) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
 
-        The arguments are those of `StageRunner.begin`, and:
-
-        Args:
-            gradients: See `StageRunner.begin_interleaved`; None for the order of GPipe.
-            checkpointing: See `StageRunner.begin`. Ignored for the order 1F1B.
-            early: See `StageRunner.begin_interleaved`.
+        The arguments are those of `StageRunner.begin`.
         """
         if form not in self._whole:
             try:
-                if gradients is not None:
-                    return self.runner.begin_interleaved(images, samples, form, gradients, early)
-                return self.runner.begin(images, samples, needs_gradient, form, in_order, checkpointing=checkpointing)
+                return self.runner.begin(images, samples, needs_gradient, form, in_order, gradients, checkpointing)
             except NeedsOneMicrobatchError as error:
-                if error.is_once:
-                    return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
-                self._whole.add(form)
-                self._leave_statistics(error.reason)
-                self.one_microbatch = (
-                    f"{error.reason}, so the network runs batches as one microbatch, and only one of its "
-                    f"{self.division.stages} stages computes at a time"
-                )
+                if not error.is_once:
+                    self._whole.add(form)
+                    self._leave_statistics(error.reason)
+                    self.one_microbatch = (
+                        f"{error.reason}, so the network runs batches as one microbatch, and only one of its "
+                        f"{self.division.stages} stages computes at a time"
+                    )
         return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
 
     def _leave_statistics(self, reason: str) -> None:

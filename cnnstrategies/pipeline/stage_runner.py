@@ -55,6 +55,7 @@ class StageRunner:
         ready_orders: By the form of a batch, the indices of :attr:`parameters` in the order in which a backward gives
             them their gradients.
         drawn: Names of the generators from which a stage has drawn in earlier calls, as all ranks know.
+        early: Sums over the replicas that the next backwards to run begin; None if they begin none.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
@@ -73,6 +74,7 @@ class StageRunner:
         self.changes_inputs = False
         self.compared_forms: set[Hashable] = set()
         self.ready_orders: dict[Hashable, list[int]] = {}
+        self.early: EarlySums | None = None
         self.unseen_draws = 0
         self.drawn: set[str] = set()
         self.replicas = replicas or StageReplicas(transport)
@@ -217,9 +219,10 @@ class StageRunner:
         needs_gradient: bool,
         form: Hashable = None,
         in_order: bool = True,
-        whole: bool = False,
+        gradients: GradientsOfResults | None = None,
         checkpointing: Checkpointing | None = None,
-    ) -> "WholeBatch":
+        whole: bool = False,
+    ) -> WholeBatch:
         """Run all forwards of a batch. All ranks must call this, with equal arguments except the images.
 
         Args:
@@ -230,43 +233,23 @@ class StageRunner:
             form: Key that is equal for batches whose values in the network have equal shapes and dtypes.
             in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
                 microbatch; see `Draws`.
+            gradients: Function that returns the gradients of a microbatch's results; called in the last stage. With it,
+                all backwards run as well, in the order 1F1B.
+            checkpointing: Which forwards run again for the backward, if ``gradients`` is None; by default
+                :attr:`activation_checkpointing`.
             whole: Whether the batch is one microbatch.
-            checkpointing: Which forwards run again for the backward; by default :attr:`activation_checkpointing`.
 
         Raises:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
         self._refresh()
         if needs_gradient:
-            self.schedule = SCHEDULE
-        parts = 1 if whole else self.microbatches
-        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
-        self.sizes = batch.sizes
-        return batch
-
-    def begin_interleaved(
-        self,
-        images: Any,
-        samples: int,
-        form: Hashable,
-        gradients: GradientsOfResults,
-        early: EarlySums | None = None,
-    ) -> InterleavedBatch:
-        """Run all forwards and backwards of a batch in the order 1F1B. All ranks must call this.
-
-        Args:
-            images: See :meth:`begin`.
-            samples: See :meth:`begin`.
-            form: See :meth:`begin`.
-            gradients: Function that returns the gradients of a microbatch's results; called in the last stage.
-            early: See `WholeBatch.backward`.
-
-        Raises:
-            NeedsOneMicrobatchError: See :meth:`begin`.
-        """
-        self._refresh()
-        self.schedule = "1f1b"
-        batch = InterleavedBatch(self, images, samples, form, gradients, early)
+            self.schedule = SCHEDULE if gradients is None else "1f1b"
+        if gradients is not None:
+            batch: WholeBatch = InterleavedBatch(self, images, samples, form, gradients)
+        else:
+            parts = 1 if whole else self.microbatches
+            batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
         self.sizes = batch.sizes
         return batch
 

@@ -139,7 +139,6 @@ class WholeBatch:
         of_stored: Sequence[Tensor | None] = (),
         has_drawn: bool | None = None,
         uses_loss: bool = False,
-        early: EarlySums | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run the backwards of this rank's microbatches. All ranks must call this.
 
@@ -153,20 +152,19 @@ class WholeBatch:
             has_drawn: Whether backwards of this form have drawn random numbers; None before the first one.
             uses_loss: Whether the backwards start from :attr:`started`, which is equal to ``gradients`` up to a factor
                 and rounding, so that the results are those of the order 1F1B in each bit.
-            early: Sums over the replicas that the last backward begins.
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
             with the rows of one microbatch after the other, see `BatchRows.in_order`. The rows of microbatches that
             other replicas have run are 0. A gradient is None if no microbatch of this rank gives the tensor a gradient.
-            The gradients in ``early`` must be waited for.
+            The gradients in :attr:`early` must be waited for.
 
         Raises:
             RuntimeError: This method was called before without ``keep``.
         """
         self._use_graph(keep)
         self._begin_backward()
-        self.early = early
+        self.early, self._runner.early = self._runner.early, None
 
         def run(task: Task) -> None:
             rows_of = self.rows.of_microbatch
