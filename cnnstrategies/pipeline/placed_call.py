@@ -40,6 +40,10 @@ class PlacedCall:
         autocast: For each type of device, whether autocast was on, and its dtype.
     """
 
+    header: TensorHeader
+    _form: KnownForm  # After `run`.
+    _batch: WholeBatch  # After `run`. A backward may run the forwards again, as another one.
+
     def __init__(
         self, network: "PlacedNetwork", images: Any, parameters: Mapping[str, nn.Parameter], form: Hashable
     ) -> None:
@@ -52,11 +56,8 @@ class PlacedCall:
         has_inputs = bool(parameters) or any(leaf.requires_grad for leaf in tensors_in(images))
         self.needs_gradient = torch.is_grad_enabled() and has_inputs
         network.calls += self.needs_gradient
-        self.header: TensorHeader | None = None
         self.autocast = autocast_states()
         self._key = form
-        self._form: KnownForm | None = None
-        self._batch: WholeBatch | None = None
         self._results: tuple[Tensor, ...] = ()
         self._sums = CallSums(network, parameters)
         # The declared loss for this call; None outside of training steps.
@@ -71,7 +72,6 @@ class PlacedCall:
         """
         with torch.no_grad():
             self._results = self._forward()
-        assert self._form is not None
         with without_functions():
             has_hooks = any(map(has_tensor_hooks, self.parameters.values()))
         inputs = in_order(self.parameters, self._form.order if has_hooks else ())
@@ -130,8 +130,7 @@ class PlacedCall:
         form.check(report)
         self._form, self.header = form, form.header
         self._advance(batch, form)
-        assert batch.terms is not None
-        stored = batch.terms.outputs()
+        stored = self._terms.outputs()
         with places.local():
             if runner.last:
                 return *places.mark(batch.outputs(form.header), self.last, "the network's output"), *stored
@@ -143,7 +142,7 @@ class PlacedCall:
     @property
     def has_drawn(self) -> bool:
         """Whether the network has drawn random numbers on a rank."""
-        return self._form is not None and bool(self._form.drawn)
+        return bool(self._form.drawn)
 
     def place_stored(self, stored: Sequence[Tensor]) -> None:
         """Store what the stages' forwards have stored in the attributes of this rank's modules.
@@ -151,9 +150,7 @@ class PlacedCall:
         Args:
             stored: Results of the autograd function, after those of :attr:`header`.
         """
-        assert self._batch is not None
-        assert self._batch.terms is not None
-        self._batch.terms.place(stored)
+        self._terms.place(stored)
 
     def observe_loss(self, outputs: Sequence[Tensor]) -> None:
         """Observe whether the step gives the network's result to the declared loss.
@@ -169,25 +166,20 @@ class PlacedCall:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backwards, and return the gradients of the images' tensors and of the parameters."""
-        places, runner, batch = self.places, self.network.runner, self._batch
-        assert batch is not None
-        assert batch.terms is not None
-        assert self.header is not None
+        places, runner = self.places, self.network.runner
         count = len(self.header.tensors)
         brought = places.bring_all([g for g in gradients[:count] if g is not None], self.last, "gradients of outputs")
         of_outputs = [g if g is None else brought.get(id(g), g) for g in gradients[:count]]
-        of_stored = batch.terms.own_gradients(gradients[count:])
+        of_stored = self._terms.own_gradients(gradients[count:])
         has_stored = any(g is not None for g in gradients[count:])
         sums, of_images, factor = self._run_backward(of_outputs, of_stored, has_stored)
-        batch = self._batch  # It may be another one, which has run again.
-        assert batch is not None
-        assert batch.terms is not None
+        batch = self._batch
         of_parameters = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
         # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
         computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
         computed |= {name: of_parameters.get(id(parameter)) for name, parameter in self.parameters.items()}
         outputs = tuple(gradient is not None for gradient in gradients)
-        used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None}, batch.terms)
+        used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None}, self._terms)
         owner = self.network.division.owner
         targets: list[tuple[int | str, tuple[int, ...], Tensor]]
         targets = [(index, self.first, image) for index, image in enumerate(tensors_in(self.images))]
@@ -216,7 +208,6 @@ class PlacedCall:
         batch, loss, keep = self._batch, self._loss, keeps_graph()
         factor: float | Tensor = 1.0
         uses_loss = False
-        assert batch is not None
         if loss is not None and (self._computes_loss or isinstance(batch, InterleavedBatch)):
             will_interleave = self.network.can_interleave(self._key, sum(batch.sizes))
             verdict = judge(self.places, self.last, loss, batch, of_outputs, has_stored, self._outputs)
@@ -233,11 +224,9 @@ class PlacedCall:
             elif verdict.kind == "factor" and will_interleave:
                 # A run that continues from a checkpoint begins in this order, where the uninterrupted run has 1F1B.
                 factor, uses_loss = verdict.factor, True
-        form = self._form
-        assert form is not None
-        self.network.runner.early = self._sums.begin(form)
+        self.network.runner.early = self._sums.begin(self._form)
         with self.places.local():
-            results = batch.backward(of_outputs, keep, of_stored, form.draws_backward, uses_loss)
+            results = batch.backward(of_outputs, keep, of_stored, self._form.draws_backward, uses_loss)
         return *results, factor
 
     @property
@@ -246,12 +235,17 @@ class PlacedCall:
 
         It does so in the first step, and if the form of the batch is new, as of a smaller last batch.
         """
-        batch, loss = self._batch, self._loss
-        if batch is None or loss is None or isinstance(batch, InterleavedBatch):
+        loss = self._loss
+        if loss is None or isinstance(self._batch, InterleavedBatch):
             return False
         if loss.is_open or loss.expected is None or self._has_compared:
             return loss.is_open
-        return self.network.can_interleave(self._key, sum(batch.sizes))
+        return self.network.can_interleave(self._key, sum(self._batch.sizes))
+
+    @property
+    def _terms(self) -> CallTerms:
+        assert self._batch.terms is not None, "a placed network's runner watches what forwards store"
+        return self._batch.terms
 
     def _advance(self, batch: WholeBatch, form: KnownForm) -> None:
         """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""
@@ -300,8 +294,6 @@ class PlacedCall:
             terms: What this rank's microbatches have stored.
         """
         places, form, batch = self.places, self._form, self._batch
-        assert form is not None
-        assert batch is not None
         everyone, drawn = range(places.world_size), batch.draws.drawn
         drawn_backward = [] if batch.backward_draws is None else sorted(batch.backward_draws.drawn)
         known = form.used.get(outputs)
@@ -339,10 +331,9 @@ class NetworkFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         results = call.results()
-        assert call.header is not None
-        specs = call.header.tensors
         # What has been stored follows. All of it has a gradient.
-        ctx.mark_non_differentiable(*[r for r, spec in zip(results, specs, strict=False) if not spec.needs_gradient])
+        pairs = zip(results, call.header.tensors, strict=False)
+        ctx.mark_non_differentiable(*[result for result, spec in pairs if not spec.needs_gradient])
         return results
 
     @staticmethod
@@ -352,13 +343,13 @@ class NetworkFunction(torch.autograd.Function):
         If the gradients need gradients themselves (``create_graph=True``), the network's own code runs again instead.
         """
         call: PlacedCall = ctx.call
-        assert call.header is not None
+        count = len(call.header.tensors)
         if torch.is_grad_enabled():
-            if any(gradient is not None for gradient in gradients[len(call.header.tensors) :]):
+            if any(gradient is not None for gradient in gradients[count:]):
                 raise RefusedError(
                     "a gradient of a value that the network's forward has stored is computed with create_graph=True, "
                     "which a divided network cannot do: return the value from the network's forward"
                 )
-            return (None, *gradients_with_graph(call, gradients[: len(call.header.tensors)]))
+            return (None, *gradients_with_graph(call, gradients[:count]))
         with torch.no_grad():
             return (None, *call.backward(gradients))

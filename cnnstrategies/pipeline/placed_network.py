@@ -222,7 +222,6 @@ class PlacedNetwork:
         call = PlacedCall(self, images, used, form)
         tensors = call.run()
         self._place_new_buffers()
-        assert call.header is not None
         count = len(call.header.tensors)
         call.place_stored(tensors[count:])
         call.observe_loss(tensors[:count])
