@@ -147,20 +147,18 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
     graph.output(copies[undecided.node])
     run = graph_module(network, graph, undecided.constants)
     results = []
-    watch = StoredWatch(network)
-    watch.begin()
-    for samples in (SAMPLES, SAMPLES - 1, MANY_SAMPLES):
-        part = tree_map(lambda tensor, samples=samples: _with_samples(tensor, samples), images)
-        try:
-            if _reads_device(undecided.node):
-                raise ValueError("the meta device is a different device")
-            results.append(_run_on_meta(run, part))
-        except Exception:  # A layer may read values, which tensors on the meta device do not have.
-            if samples == MANY_SAMPLES:
-                continue
-            with preserved(network), torch.no_grad():
-                results.append(run(part))
-    watch.take()  # The layers' forwards may have counted and stored.
+    with nothing_stored(network):
+        for samples in (SAMPLES, SAMPLES - 1, MANY_SAMPLES):
+            part = tree_map(lambda tensor, samples=samples: _with_samples(tensor, samples), images)
+            try:
+                if _reads_device(undecided.node):
+                    raise ValueError("the meta device is a different device")
+                results.append(_run_on_meta(run, part))
+            except Exception:  # A layer may read values, which tensors on the meta device do not have.
+                if samples == MANY_SAMPLES:
+                    continue
+                with preserved(network), torch.no_grad():
+                    results.append(run(part))
     if any(result != results[0] for result in results):
         raise ConfigurationError(
             f"{type(network).__name__}.forward branches on the number of images ({undecided.node.name}), which differs "
@@ -246,6 +244,22 @@ def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
                 f"was cut into stages for {tuple(shape)}; use images of one size, or use strategy ddp"
             )
     return images
+
+
+@contextmanager
+def nothing_stored(owner: nn.Module, network: nn.Module | None = None) -> Iterator[None]:
+    """Return a context in which a network runs for a trial. What its forwards and hooks have stored is undone.
+
+    Args:
+        owner: The module that contains the network, or the network.
+        network: The network; by default the owner.
+    """
+    watch = StoredWatch(owner, network)
+    watch.begin()
+    try:
+        yield
+    finally:
+        watch.take()
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.graph_checks import nothing_stored
 from cnnstrategies.pipeline.microbatches import Images
-from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.kept_profile import NAME, keep, kept, key_of
@@ -54,22 +54,12 @@ def profile_of(
             f"The cuts are chosen by the profile of an earlier start, {file}; remove the file to measure again"
         )
         return earlier
-    with _failures_named(network, images), _nothing_stored(trainer.lightning_module or network, network):
+    # Only one rank measures, but all ranks count and store.
+    with _failures_named(network, images), nothing_stored(trainer.lightning_module or network, network):
         profile = measure_profile(traced, images, size, device, *settings)
     if file is not None:
         keep(file, key, profile)
     return profile
-
-
-@contextmanager
-def _nothing_stored(owner: nn.Module, network: nn.Module) -> Iterator[None]:
-    """Undo what the layers' forwards and hooks store on modules. Only one rank measures, but all count and store."""
-    watch = StoredWatch(owner, network)
-    watch.begin()
-    try:
-        yield
-    finally:
-        watch.take()
 
 
 @contextmanager
