@@ -60,14 +60,12 @@ def gradients_with_graph(call: "PlacedCall", gradients: Sequence[Tensor | None])
     parameters = list(call.parameters.values())
     inputs = [*tensors_in(call.images), *parameters]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    watch = call.network.runner.terms.watch if call.network.runner.terms is not None else None
     with ExitStack() as stack:
         for kind, (enabled, dtype) in call.autocast.items():
             stack.enter_context(torch.autocast(kind, dtype, enabled))
         stack.enter_context(without_tensor_hooks(parameters))
-        if watch is not None:
-            watch.begin()
-            stack.callback(watch.take)
+        call.terms.watch.begin()
+        stack.callback(call.terms.watch.take)
         results = tensors_in(type(network).forward(network, *arguments))
         pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad and g is not None]
         computed: Sequence[Tensor | None] = [None] * len(wanted)

@@ -130,7 +130,7 @@ class PlacedCall:
         form.check(report)
         self._form, self.header = form, form.header
         self._advance(batch, form)
-        stored = self._terms.outputs()
+        stored = self.terms.outputs()
         with places.local():
             if runner.last:
                 return *places.mark(batch.outputs(form.header), self.last, "the network's output"), *stored
@@ -150,7 +150,7 @@ class PlacedCall:
         Args:
             stored: Results of the autograd function, after those of :attr:`header`.
         """
-        self._terms.place(stored)
+        self.terms.place(stored)
 
     def observe_loss(self, outputs: Sequence[Tensor]) -> None:
         """Observe whether the step gives the network's result to the declared loss.
@@ -170,7 +170,7 @@ class PlacedCall:
         count = len(self.header.tensors)
         brought = places.bring_all([g for g in gradients[:count] if g is not None], self.last, "gradients of outputs")
         of_outputs = [g if g is None else brought.get(id(g), g) for g in gradients[:count]]
-        of_stored = self._terms.own_gradients(gradients[count:])
+        of_stored = self.terms.own_gradients(gradients[count:])
         has_stored = any(g is not None for g in gradients[count:])
         sums, of_images, factor = self._run_backward(of_outputs, of_stored, has_stored)
         batch = self._batch
@@ -179,7 +179,7 @@ class PlacedCall:
         computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
         computed |= {name: of_parameters.get(id(parameter)) for name, parameter in self.parameters.items()}
         outputs = tuple(gradient is not None for gradient in gradients)
-        used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None}, self._terms)
+        used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None}, self.terms)
         owner = self.network.division.owner
         targets: list[tuple[int | str, tuple[int, ...], Tensor]]
         targets = [(index, self.first, image) for index, image in enumerate(tensors_in(self.images))]
@@ -243,7 +243,8 @@ class PlacedCall:
         return self.network.can_interleave(self._key, sum(self._batch.sizes))
 
     @property
-    def _terms(self) -> CallTerms:
+    def terms(self) -> CallTerms:
+        """What the call's forwards have stored, after :meth:`run`."""
         assert self._batch.terms is not None, "a placed network's runner watches what forwards store"
         return self._batch.terms
 
