@@ -143,8 +143,61 @@ def advance(names: Iterable[str], device: torch.device) -> None:
         torch.rand((), device=device)
 
 
-class Draws:
-    """The random draws of one rank in one call of a divided network.
+class PassedStates:
+    """The generators' states that stages pass on to each other, if they draw in order, as one device does.
+
+    Args:
+        transport: Connections of this rank.
+        in_order: Whether the stages draw in order.
+        step: 1 if each stage passes the states on to the next one, and -1 for the previous one.
+
+    Attributes:
+        in_order: Whether the stages draw in order.
+        drawn: Names of the generators from which this rank's microbatches have drawn, as in `GeneratorStates`.
+        after: In the stage that draws last, the generators' states after its draws, if the stages draw in order.
+    """
+
+    def __init__(self, transport: Transport, in_order: bool, step: int) -> None:
+        self.in_order, self._step = in_order, step
+        self.drawn: set[str] = set()
+        self.after: GeneratorStates | None = None
+        self._transport, self._device = transport, transport.device
+        self._stage, self._last = transport.place.stage, transport.placement.stages - 1
+        self._before = GeneratorStates.current(self._device)
+        self._sends: list[Pending] = []
+
+    def _start(self, microbatch: int) -> GeneratorStates:
+        """Set the generators to the states with which this stage begins, and return the states."""
+        source = self._stage - self._step
+        states = self._before
+        if 0 <= source <= self._last:
+            states = self._transport.receive_object(self._transport.placement.rank_of(source, microbatch), CONTENT)
+        states.restore(self._device)
+        return states
+
+    def pass_on(self, microbatch: int) -> None:
+        """Pass the generators' states on, or keep them in the stage that draws last, if the stages draw in order.
+
+        Call this after the microbatch's work, and after the message with its results or gradients. The receiver needs
+        the header that this method may send.
+        """
+        if not self.in_order:
+            return
+        states, target = GeneratorStates.current(self._device), self._stage + self._step
+        if 0 <= target <= self._last:
+            rank = self._transport.placement.rank_of(target, microbatch)
+            self._sends += self._transport.send_object(states, rank, CONTENT)
+        else:
+            self.after = states
+
+    def wait(self) -> None:
+        """Wait until the other stage has received the states."""
+        for send in self._sends:
+            send.wait()
+
+
+class Draws(PassedStates):
+    """The random draws of one rank in the forwards of one call of a divided network.
 
     Each microbatch of each stage draws from a seed of its own. The seed follows from the generators' states at the
     call, which are equal on all ranks, from the stage and from the microbatch. So no two microbatches get equal
@@ -152,43 +205,30 @@ class Draws:
     for the whole batch.
 
     If the batch is one microbatch, the stages can draw in order instead, and then draw the numbers that one device
-    would draw. Each stage sends its generators' states to the next stage.
+    would draw.
 
     Args:
         transport: Connections of this rank.
         in_order: Whether the stages draw in order.
         salt: Number that also enters the seeds.
         known: Names of the generators from which a stage has drawn in earlier calls, as all ranks know.
-
-    Attributes:
-        in_order: Whether the stages draw in order.
-        drawn: Names of the generators from which this rank's microbatches have drawn, as in `GeneratorStates`.
-        after: In the last stage, the generators' states after the forward, if the stages draw in order.
     """
 
     def __init__(self, transport: Transport, in_order: bool, salt: int, known: Collection[str] = ()) -> None:
-        self.in_order = in_order
-        self.drawn: set[str] = set()
-        self.after: GeneratorStates | None = None
-        self._transport, self._stage = transport, transport.place.stage
-        self._before = GeneratorStates.current(transport.device)
+        super().__init__(transport, in_order, step=1)
         self._seed = b"" if in_order else self._before.digest(known) + f"{self._stage}:{salt}".encode()
-        self._sends: list[Pending] = []
         self._starts: dict[int, GeneratorStates] = {}  # By microbatch, if the stages draw in order.
         self._drawing: set[int] = set()  # Microbatches whose forwards have drawn.
 
     @contextmanager
     def microbatch(self, microbatch: int) -> Iterator[None]:
         """Return a context for the first forward of a microbatch."""
-        device = self._transport.device
         if self.in_order:
-            start = self._before if self._stage == 0 else self._received(microbatch)
-            self._starts[microbatch] = start
-            start.restore(device)
+            start = self._starts[microbatch] = self._start(microbatch)
             yield
-            drawn = start.changed(GeneratorStates.current(device))
+            drawn = start.changed(GeneratorStates.current(self._device))
         else:
-            generators = SeededGenerators(self._seed_of(microbatch), device)
+            generators = SeededGenerators(_seed_of(self._seed, microbatch), self._device)
             yield
             drawn = generators.drawn()
         self.drawn |= drawn
@@ -204,57 +244,74 @@ class Draws:
         if microbatch not in self._drawing:
             yield
             return
-        device = self._transport.device
-        present = GeneratorStates.current(device)
+        present = GeneratorStates.current(self._device)
         if self.in_order:
-            self._starts[microbatch].restore(device)
+            self._starts[microbatch].restore(self._device)
         else:
-            seed_all(self._seed_of(microbatch), device)
+            seed_all(_seed_of(self._seed, microbatch), self._device)
         try:
             yield
         finally:
-            present.restore(device)
+            present.restore(self._device)
 
     @contextmanager
     def at_start(self) -> Iterator[None]:
         """Return a context in which the generators have the states at the call."""
-        present = GeneratorStates.current(self._transport.device)
-        self._before.restore(self._transport.device)
+        present = GeneratorStates.current(self._device)
+        self._before.restore(self._device)
         try:
             yield
         finally:
-            present.restore(self._transport.device)
-
-    def pass_on(self, microbatch: int) -> None:
-        """Send the generators' states to the next stage, or keep them in the last stage, if the stages draw in order.
-
-        Call this after the forward of the microbatch and after :meth:`Channels.send_forward`. The receiver needs the
-        header that this method may send.
-        """
-        if not self.in_order:
-            return
-        transport, placement = self._transport, self._transport.placement
-        states = GeneratorStates.current(transport.device)
-        if self._stage == placement.stages - 1:
-            self.after = states
-        else:
-            target = placement.rank_of(self._stage + 1, microbatch)
-            self._sends += transport.send_object(states, target, CONTENT)
+            present.restore(self._device)
 
     def finish(self) -> None:
         """Restore the states at the call."""
-        self._before.restore(self._transport.device)
+        self._before.restore(self._device)
 
-    def wait(self) -> None:
-        """Wait until the next stage has received the states."""
-        for send in self._sends:
-            send.wait()
 
-    def _seed_of(self, microbatch: int) -> int:
-        digest = hashlib.blake2b(self._seed + f":{microbatch}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+class BackwardDraws(PassedStates):
+    """The random draws of one rank in the backwards of one call: in hooks, or in autograd functions of the user.
 
-    def _received(self, microbatch: int) -> GeneratorStates:
-        source = self._transport.placement.rank_of(self._stage - 1, microbatch)
-        states: GeneratorStates = self._transport.receive_object(source, CONTENT)
-        return states
+    If the batch is one microbatch, the stages draw in order, from the last to the first, and so draw the numbers that
+    one device would draw. Otherwise each microbatch of each stage draws from a seed of its own, once a backward of this
+    form has drawn.
+
+    Args:
+        transport: Connections of this rank.
+        is_one_microbatch: Whether the batch is one microbatch.
+        has_drawn: Whether backwards of this form have drawn; None before the first one.
+    """
+
+    def __init__(self, transport: Transport, is_one_microbatch: bool, has_drawn: bool | None) -> None:
+        super().__init__(transport, is_one_microbatch and has_drawn is not False, step=-1)
+        self._is_seeded = not is_one_microbatch and bool(has_drawn)
+
+    @contextmanager
+    def microbatch(self, microbatch: int) -> Iterator[None]:
+        """Return a context for the backward of a microbatch."""
+        if not self.in_order and not self._is_seeded:
+            yield
+            return
+        if self.in_order:
+            start = self._start(microbatch)
+        else:
+            seed = self._before.digest(("python", "numpy")) + f"backward:{self._stage}".encode()
+            seed_all(_seed_of(seed, microbatch), self._device)
+            start = GeneratorStates.current(self._device)
+        yield
+        self.drawn |= start.changed(GeneratorStates.current(self._device))
+
+    def finish(self) -> None:
+        """Restore the states at the start of the backwards, which are equal on all ranks."""
+        is_watched = self.in_order or self._is_seeded
+        if not is_watched:
+            self.drawn = self._before.changed(GeneratorStates.current(self._device))
+        if self.drawn or is_watched:
+            self._before.restore(self._device)
+        self.wait()
+
+
+def _seed_of(seed: bytes, microbatch: int) -> int:
+    """Return the seed of a microbatch, of 63 bits."""
+    digest = hashlib.blake2b(seed + f":{microbatch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

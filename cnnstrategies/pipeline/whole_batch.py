@@ -11,13 +11,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.backward_draws import BackwardDraws
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.buffers import calls_several_times
 from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, without_gradients
-from cnnstrategies.pipeline.random_draws import Draws
+from cnnstrategies.pipeline.random_draws import BackwardDraws, Draws
 from cnnstrategies.pipeline.ready_order import ready_order
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
