@@ -15,6 +15,7 @@ Files for both ways:
 - Tracing: `tracing` (graph and cuts), `leaf_tracer` and `open_tracer` (which modules are opened), `whole_modules` (why
   others are not), `own_code`, `outside_reads` and `graph_checks` (what a graph must not lose), `untouched` (tracing
   leaves no trace), `node_uses` (tensors that nodes use).
+- Random numbers: `generator_states`.
 - Stages: `stage` (cuts a graph), `buffers` (buffers on replicas), `batch_statistics` (of BatchNorm).
 
 Files for the user's own program:
@@ -25,8 +26,8 @@ Files for the user's own program:
   then all backwards), `interleaved_batch` (1F1B), `stage_runner` and `replicas` (this rank's part), `batch_rows`,
   `part_gradients`, `call_sums` and `early_sums` (sums over the replicas), `second_forward`, `recomputed_forward` and
   `repeated_forward` (recomputation with stages and without them, and its checks),
-  `double_backward`, `random_draws`, `ready_order` (of gradient hooks), `known_forms` (what ranks
-  remember of calls), `task_times`, `disk_memory`.
+  `double_backward`, `random_draws`, `ready_order` (of gradient hooks), `known_forms` (what ranks remember of calls),
+  `task_times`, `disk_memory`.
 - Values that forwards store: `stored_terms` (all calls), `stored_watch`, `module_states`, `watched`, `noted_contents`,
   `outside_variables` and `noted_state` (find and undo them), `storing_code` (who may store), `saved_copies`,
   `first_forward` (parameters that are set), `microbatch_terms`, `term_rules`, `combining`, `batch_terms` and

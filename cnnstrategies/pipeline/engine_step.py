@@ -16,27 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine_batch import Batch
 from cnnstrategies.pipeline.engine_loss import MeanLoss
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.engine import Pipeline
-
-
-class RandomState:
-    """The state of the random number generators of the CPU and of a device, at the time when the object is created."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.cpu = torch.get_rng_state()
-        self.accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Set the random number generators to this state."""
-        torch.set_rng_state(self.cpu)
-        if self.accelerator is not None:
-            torch.cuda.set_rng_state(self.accelerator, self.device)
 
 
 @dataclass
@@ -56,7 +42,7 @@ class Held:
     leaves: dict[int, list[Tensor]]
     roots: dict[int | None, list[GradientEdge | None]] = field(default_factory=dict)
     arguments: tuple[Any, ...] | None = None
-    random: RandomState | None = None
+    random: GeneratorStates | None = None
 
 
 class Step:
@@ -171,7 +157,7 @@ class Step:
         held = self._held[microbatch] = Held(leaves)
         arguments = self.channels.inputs(values, self._images(microbatch))
         if again:
-            held.arguments, held.random = arguments, RandomState(pipeline.device)
+            held.arguments, held.random = arguments, GeneratorStates.current(pipeline.device)
         tracked = self.tracks(again)
         # Autocast caches converted weights. The cache is turned off if the forward runs without autograd: otherwise the
         # recomputation would use the cached weights, and the network's weights would get no gradients.
@@ -220,8 +206,8 @@ class Step:
     def _recompute(self, microbatch: int, held: Held) -> None:
         assert held.arguments is not None
         assert held.random is not None
-        present = RandomState(self.pipeline.device)
-        held.random.restore()
+        present = GeneratorStates.current(self.pipeline.device)
+        held.random.restore(self.pipeline.device)
         with self.pipeline.buffers.microbatch(again=True):
             result = self.pipeline.module(*held.arguments)
             if self.pipeline.last:
@@ -229,7 +215,7 @@ class Step:
             else:
                 roots = self.channels.roots(self._named(result))
                 held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
-        present.restore()
+        present.restore(self.pipeline.device)
 
     def tracks(self, again: bool) -> bool:
         """Whether a forward runs with autograd.

@@ -19,9 +19,9 @@ from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_flat
 from cnnstrategies._torch_private import applied_functions, has_hooks, is_checkpoint, with_functions
 from cnnstrategies.codec import with_fields
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes, keys_of, with_keys
 from cnnstrategies.pipeline.own_code import OwnCode
-from cnnstrategies.pipeline.untouched import random_states, restore_random
 from cnnstrategies.pipeline.whole_modules import (
     DependsOnValuesError,
     EntersContextError,
@@ -245,7 +245,7 @@ class LeafTracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         number = self.num_calls.get(name, 0)
         began, calls, stack = len(self.graph.nodes), self.num_calls, list(self.module_stack)
-        states = random_states()
+        states = GeneratorStates.current()
 
         def counted(*inputs: Any, **options: Any) -> Any:
             # The calls inside this call are counted from zero. A call therefore has the same key in a trace that does
@@ -268,7 +268,7 @@ class LeafTracer(fx.Tracer):
                 key = f"{name}@{number}" if number else name
                 self._note_structure(m, (*self.module_stack, key), result)
             return result
-        restore_random(states)
+        states.restore()
         self._remove_nodes(began)
         calls[name] = number
         for key in [key for key in self.module_stack if key not in stack]:

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies._torch_private import OperationMode, put_buffer
 from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, adds, find_rule, tolerance
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.stored_watch import StoredWatch
-from cnnstrategies.pipeline.untouched import random_states, restore_random
 from cnnstrategies.pipeline.watched import StoredKey
 
 # Arguments of a stage's forward.
@@ -58,10 +58,11 @@ class MixingProbe:
         watch: As given.
     """
 
+    _random: GeneratorStates  # The states at the start of `fixed`.
+
     def __init__(self, run: Callable[..., Any], modules: Mapping[str, nn.Module], watch: StoredWatch) -> None:
         self.run, self.watch = run, watch
         self._modules = modules
-        self._random: dict[str, Any] = {}
 
     def verdict(self, arguments: Sequence[Arguments], samples: Sequence[int]) -> ProbeResult | None:
         """Return the result of the probe; None if there are fewer than two samples.
@@ -103,7 +104,7 @@ class MixingProbe:
 
     def restore_random(self) -> None:
         """Give the generators the states from the start of :meth:`fixed`."""
-        restore_random(self._random)
+        self._random.restore()
 
     @contextmanager
     def fixed(self, has_backward: bool = False) -> Iterator[None]:
@@ -112,7 +113,7 @@ class MixingProbe:
         Args:
             has_backward: Whether a backward follows the forwards, so that activations must be kept.
         """
-        self._random = random_states()
+        self._random = GeneratorStates.current()
         with ExitStack() as stack:
             # Users have not asked for these forwards, and a part of the batch may be a single sample.
             stack.enter_context(warnings.catch_warnings())
@@ -123,7 +124,7 @@ class MixingProbe:
             if "torch._dynamo" in sys.modules:  # Otherwise nothing is compiled, and the import would take seconds.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_fixed_statistics(self._modules.values()))
-            stack.callback(restore_random, self._random)
+            stack.callback(self._random.restore)
             self.watch.begin()
             stack.callback(self.watch.begin)
             stack.callback(self.watch.take)
@@ -196,7 +197,7 @@ class MixingProbe:
             inputs.append(leaf.detach().requires_grad_(needs_gradient))
             return inputs[-1].clone()  # The forward may change its arguments in place.
 
-        restore_random(self._random)
+        self._random.restore()
         for key, value in (start or {}).items():
             self.watch.change(key, value)
         with FixedDraws():  # type: ignore[no-untyped-call]

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from cnnstrategies._torch_private import put_buffer, writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.noted_state import NotedState
-from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.repeated_forward import check_parameters, differ, some_elements, versions_of
 from cnnstrategies.pipeline.stage import IMAGES
 from cnnstrategies.pipeline.stored_watch import StoredWatch

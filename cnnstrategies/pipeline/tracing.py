@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.graph_checks import (
     SAMPLES,
     Decided,
@@ -22,7 +23,7 @@ from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.pipeline.node_uses import changes_of_shared_values, nodes_that_change, ordered_nodes, uses_of_state
 from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
 from cnnstrategies.pipeline.own_code import context_spans
-from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
+from cnnstrategies.pipeline.untouched import Change, Untouched
 from cnnstrategies.pipeline.whole_modules import (
     OUTSIDE,
     Seal,
@@ -209,7 +210,7 @@ def _trace(
         tracer, untouched = make(sealed, numbers), Untouched(network)
         try:
             with untouched:
-                states = random_states()
+                states = GeneratorStates.current()
                 graph = tracer.trace(network)
                 library = drawn_from(states)
             is_last = len(sealed) == count

@@ -8,7 +8,7 @@ undoes this, and reports which modules' state the forward has changed.
 import inspect
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Literal, Self
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cnnstrategies._torch_private import writes
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.outside_variables import Variables, is_library, used_by_class, used_by_function
 
 # Objects of these types are shared with other code, or have no state that a forward changes.
@@ -72,7 +73,7 @@ class Untouched:
 
     def __enter__(self) -> Self:
         """Record the state of the network."""
-        self._random = random_states()
+        self._random = GeneratorStates.current()
         self._record_module(self._network)
         for kind in {type(module) for module in self._network.modules()}:
             if not kind.__module__.startswith("torch."):
@@ -88,7 +89,7 @@ class Untouched:
                 has_key = bool(key) and name in ("", *_REGISTRIES)
                 kind: Change = "object" if not is_plain else "value" if has_key else "content"
                 changes.setdefault(module, {})[key if has_key else name] = kind
-        restore_random(self._random)
+        self._random.restore()
         self.changed = {module: changes[id(module)] for module in self._network.modules() if id(module) in changes}
         self._records.clear()
         self._seen.clear()
@@ -173,32 +174,6 @@ class Untouched:
             self._records.append((id(module), name, restore))
         for element in held or ():
             self._record(element, module, name, depth)
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of the generators of random numbers. Keys are the names of their libraries.
-
-    Two states of a generator can be compared with ``==``.
-    """
-    kind, keys, *rest = np.random.get_state()
-    states = {
-        "random": random.getstate(),
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy.random": (kind, np.asarray(keys).tobytes(), *rest),
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return states
-
-
-def restore_random(states: Mapping[str, Any]) -> None:
-    """Restore the states that :func:`random_states` has returned."""
-    kind, keys, *rest = states["numpy.random"]
-    random.setstate(states["random"])
-    torch.set_rng_state(_bytes(states["torch"]))
-    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
-    if "torch.cuda" in states:
-        torch.cuda.set_rng_state(_bytes(states["torch.cuda"]))
 
 
 def _bytes(state: bytes) -> Tensor:

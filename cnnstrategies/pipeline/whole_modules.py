@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.untouched import Change, random_states
+from cnnstrategies.pipeline.generator_states import GeneratorStates
+from cnnstrategies.pipeline.untouched import Change
 
 # Stands for an attribute's name if the network's code has stored something outside of the network.
 OUTSIDE = ""
@@ -25,6 +26,8 @@ OUTSIDE = ""
 #   stores: its forward stores a tensor, or changes another object
 #   untraceable: torch.fx cannot trace its forward for another reason
 SealKind = Literal["hooks", "context", "random", "values", "state", "stores", "untraceable"]
+
+_LIBRARIES = {"python": "random", "cpu": "torch", "numpy": "numpy.random", "device": "torch.cuda"}
 
 
 class DependsOnValuesError(Exception):
@@ -159,9 +162,10 @@ def draws(library: str) -> str:
     return f"its forward draws random numbers with {library} to choose what it computes"
 
 
-def drawn_from(states: dict[str, Any]) -> str | None:
+def drawn_from(states: GeneratorStates) -> str | None:
     """Return the library of a generator whose state differs from an earlier state; None if no state differs."""
-    return next((library for library, state in random_states().items() if state != states.get(library)), None)
+    changed = states.changed(GeneratorStates.current())
+    return next((library for name, library in _LIBRARIES.items() if name in changed), None)
 
 
 def first_line(error: Exception) -> str:

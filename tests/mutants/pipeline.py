@@ -19,7 +19,8 @@ from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
 from cnnstrategies.pipeline.batch_statistics import StatisticsTable
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.early_sums import EarlySums
-from cnnstrategies.pipeline.engine_step import RandomState, Step
+from cnnstrategies.pipeline.engine_step import Step
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.placed_call import PlacedCall
@@ -78,7 +79,7 @@ def running_statistics_cover_only_the_replicas_own_microbatches(original, self, 
 
 
 removes(
-    RandomState.restore,
+    GeneratorStates.restore,
     "a recomputed forward draws different random numbers",
     killed_by=test_compiled.test_recomputed_stages_train_the_same_values,
     backend=None,

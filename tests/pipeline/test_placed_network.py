@@ -15,8 +15,8 @@ from test_whole_batch import Residual, contrastive, views
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.channels import AHEAD
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
-from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places

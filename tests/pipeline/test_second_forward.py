@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
-from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport

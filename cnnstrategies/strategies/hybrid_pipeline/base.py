@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import check_start, keep_batches, leave_samplers, ranks_are_children
 from cnnstrategies.old_names import refuse_old_names
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
-from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, Transport
 from cnnstrategies.placed import DivergedError, Places

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cnnstrategies.pipeline.random_draws import GeneratorStates
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport, broadcast_value, cpu_group, new_group
 from cnnstrategies.placed import DeviceLink, GlooLink, Places
