@@ -7,13 +7,11 @@ off, because otherwise the outputs for a sample would depend on the other sample
 """
 
 import inspect
-import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.strategies.mean_terms import joined, mean_terms
 from cnnstrategies.strategies.module_copies import CollectiveError, NoCollectives, same_random_numbers, trial_of
 
@@ -173,7 +172,7 @@ def _run(
     arguments = [_rows(batch, samples, rows), batch_idx][: len(inspect.signature(copied.training_step).parameters)]
     device = module.device
     with same_random_numbers(device), torch.enable_grad(), NoCollectives() as watch:
-        before = _generators(device)
+        before = GeneratorStates.current(device)
         with torch.autocast(device.type, enabled=False):
             try:
                 output = copied.training_step(*arguments)
@@ -182,7 +181,7 @@ def _run(
                     raise
         if watch.collective is not None:
             raise CollectiveError(watch.collective)
-        if _generators(device) != before:
+        if before.changed(GeneratorStates.current(device)):
             raise _DrawsError
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
@@ -281,14 +280,6 @@ def _repeated(batch: Any) -> Any:
         return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf
 
     return tree_map(repeated, batch)
-
-
-def _generators(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of all random number generators."""
-    accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
-    numpy_state: Any = np.random.get_state()
-    states = torch.get_rng_state().tolist(), accelerator.tolist()
-    return *states, random.getstate(), str(numpy_state[0]), numpy_state[1].tolist(), numpy_state[2:]
 
 
 def _no_gathering(*args: Any, **kwargs: Any) -> Any:
