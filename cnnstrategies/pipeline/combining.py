@@ -63,6 +63,11 @@ class StoredValues(NamedTuple):
         """Whether the same things have been stored, possibly with other values."""
         return self.keys == other.keys and self.trees == other.trees
 
+    def first_difference(self, other: "StoredValues") -> str:
+        """Return the name of something that has another form in other values, if :meth:`has_form_of` is false."""
+        names = {*map(str, self.keys)}
+        return min(names ^ {*map(str, other.keys)} or names)
+
     def by_key(self, leaves: Sequence[Any]) -> list[list[Any]]:
         """Return other leaves, in a list for each key."""
         remaining = iter(leaves)

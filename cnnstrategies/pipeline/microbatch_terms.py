@@ -110,10 +110,10 @@ class MicrobatchTerms:
         """
         stored = self.stored[microbatch] if keep else self.stored.pop(microbatch)
         if second is not None and not second.has_form_of(stored) and any(start is not None for start in gradients):
-            names = {*map(str, stored.keys)} ^ {*map(str, second.keys)} or {*map(str, stored.keys)}
             raise ConfigurationError(
-                f"a forward that ran again for the backward has stored something else in {min(names)} than at first: "
-                "let it store the same in each call, or set activation_checkpointing to never"
+                "a forward that ran again for the backward has stored something else in "
+                f"{stored.first_difference(second)} than at first: let it store the same in each call, or set "
+                "activation_checkpointing to never"
             )
         leaves = (stored if second is None else second).leaves
         tensors, starts = [], []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from cnnstrategies._torch_private import OperationMode, put_buffer
 from cnnstrategies.pipeline.buffers import is_batch_norm
@@ -54,14 +54,13 @@ class MixingProbe:
         watch: Undoes what the forwards store.
 
     Attributes:
-        run: As given.
         watch: As given.
     """
 
     _random: GeneratorStates  # The states at the start of `fixed`.
 
     def __init__(self, run: Callable[..., Any], modules: Mapping[str, nn.Module], watch: StoredWatch) -> None:
-        self.run, self.watch = run, watch
+        self._run, self.watch = run, watch
         self._modules = modules
 
     def verdict(self, arguments: Sequence[Arguments], samples: Sequence[int]) -> ProbeResult | None:
@@ -102,9 +101,27 @@ class MixingProbe:
         parameters = {id(p): p for module in self._modules.values() for p in module.parameters(recurse=False)}
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
 
-    def restore_random(self) -> None:
-        """Give the generators the states from the start of :meth:`fixed`."""
+    def run(self, arguments: Arguments, needs_gradient: bool) -> tuple[Any, list[Tensor]]:
+        """Run the stage once, inside of :meth:`fixed`, with the random numbers of all other runs.
+
+        Args:
+            arguments: Arguments of the stage.
+            needs_gradient: Whether floating-point tensors in the arguments get gradients.
+
+        Returns:
+            The stage's result, and the floating-point tensors in the arguments.
+        """
+        inputs: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor.detach().clone()
+            inputs.append(tensor.detach().requires_grad_(needs_gradient))
+            return inputs[-1].clone()  # The forward may change its arguments in place.
+
         self._random.restore()
+        with FixedDraws():  # type: ignore[no-untyped-call]
+            return self._run(*tree_map_only(Tensor, copy, arguments)), inputs
 
     @contextmanager
     def fixed(self, has_backward: bool = False) -> Iterator[None]:
@@ -144,8 +161,8 @@ class MixingProbe:
         of_parts = [StoredValues.of(result[1]) for result in results]
         for part in of_parts:
             if not values.has_form_of(part):
-                names = {*map(str, values.keys)} ^ {*map(str, part.keys)} or {*map(str, values.keys)}
-                return ProbeResult(f"it stores other things in {min(names)} for a part of the batch", None, [])
+                name = values.first_difference(part)
+                return ProbeResult(f"it stores other things in {name} for a part of the batch", None, [])
         rules: list[CombiningRule] = []
         columns = [values.names, values.leaves, values.leaves_of(before), values.leaves_of(again)]
         columns += [part.leaves for part in of_parts]
@@ -188,20 +205,9 @@ class MixingProbe:
             arguments: Arguments of the stage.
             start: Values that are stored before the forward.
         """
-        inputs: list[Tensor] = []
-
-        def copy(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            needs_gradient = torch.is_grad_enabled() and leaf.is_floating_point()
-            inputs.append(leaf.detach().requires_grad_(needs_gradient))
-            return inputs[-1].clone()  # The forward may change its arguments in place.
-
-        self._random.restore()
         for key, value in (start or {}).items():
             self.watch.change(key, value)
-        with FixedDraws():  # type: ignore[no-untyped-call]
-            output = self.run(*tree_map(copy, arguments))
+        output, inputs = self.run(arguments, torch.is_grad_enabled())
         stored = self.watch.take()
         return tree_map(_detached, output), stored, dict(self.watch.before), inputs
 
@@ -224,8 +230,8 @@ class MixingProbe:
                 handle.remove()
         for (name, inputs, output), *others in zip(*calls, strict=False):
             # Otherwise code before this call has mixed the samples.
-            has_rows = _are_rows(inputs, [call[1] for call in others], samples)
-            if has_rows and not _are_rows(output, [call[2] for call in others], samples):
+            has_rows = _rows_among(inputs, [call[1] for call in others], samples) is not None
+            if has_rows and _rows_among(output, [call[2] for call in others], samples) is None:
                 return f"{name} ({type(self._modules[name]).__name__}) gives a sample other results in another batch"
         return "the network's own code gives a sample other results in another batch"
 
@@ -267,11 +273,6 @@ def rows_of(arguments: Arguments, samples: int, start: int, stop: int) -> Argume
 
     result: Arguments = tree_map(part, arguments)
     return result
-
-
-def _are_rows(whole: Any, parts: Sequence[Any], samples: Sequence[int]) -> bool:
-    """Whether each leaf of a result for a batch consists of the rows for its parts, or is the same for all parts."""
-    return _rows_among(whole, parts, samples) is not None
 
 
 def _rows_among(whole: Any, parts: Sequence[Any], samples: Sequence[int]) -> list[bool] | None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import reentrant_checkpoints, without_tensor_hooks
 from cnnstrategies.pipeline.compared_gradients import ComparedGradients, Sketch
-from cnnstrategies.pipeline.mixing import Arguments, FixedDraws, MixingProbe, join, rows_of
+from cnnstrategies.pipeline.mixing import Arguments, MixingProbe, join, rows_of
 from cnnstrategies.pipeline.part_gradients import without_gradients
 
 
@@ -123,10 +123,7 @@ class ProbedRun:
 
     def __init__(self, probe: MixingProbe, arguments: Arguments) -> None:
         self._probe = probe
-        self._inputs: list[Tensor] = []
-        probe.restore_random()
-        with FixedDraws():  # type: ignore[no-untyped-call]
-            result = probe.run(*tree_map(self._leaf, arguments))
+        result, self._inputs = probe.run(arguments, needs_gradient=True)
         probe.watch.take()
         self.outputs = [
             leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in tree_leaves(result)
@@ -168,14 +165,6 @@ class ProbedRun:
             return gradient.new_zeros(()).expand(gradient.shape)
 
         return parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _leaf(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not value.is_floating_point():
-            return value.clone()
-        self._inputs.append(value.detach().requires_grad_())
-        return self._inputs[-1].clone()  # The forward may change its arguments in place.
 
 
 def _noise(output: Tensor | None) -> Tensor | None:
