@@ -145,14 +145,13 @@ class ChosenNetwork:
             device: Device of this rank.
         """
         module = trainer.lightning_module
-        path = self.path(module)
-        network = module_at(module, path)
+        network = self.network(module)
         if self._layout is None or self._layout[0] is not network:
             request, first = replace(self.request, schedule=FIRST_ORDER), None
             if request.activation_checkpointing is None:
                 # The prediction is for the order in which most steps run. The first steps run as `saves_memory` says.
                 request, first = replace(request, schedule=order_of(module, self.request.schedule)), FIRST_ORDER
-            example = partial(example_inputs, module, path)
+            example = partial(self.example, module)
             layout = request.choose(network, trainer, trainer.world_size, device, example, first)
             self._layout = network, layout
         return self._layout[1]

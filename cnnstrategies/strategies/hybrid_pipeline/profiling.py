@@ -18,7 +18,6 @@ from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.kept_profile import NAME, keep, kept, key_of
 from cnnstrategies.planning.measure import measure_profile
-from cnnstrategies.strategies.hybrid_pipeline.example_inputs import on_device_of
 
 
 def profile_of(
@@ -35,7 +34,7 @@ def profile_of(
 
     Args:
         network: The network.
-        images: Example inputs of the network.
+        images: Example inputs of the network, on its device.
         size: Number of samples that one device has in a step.
         device: Device on which the network is measured.
         trainer: The trainer.
@@ -45,7 +44,6 @@ def profile_of(
     """
     settings = str(trainer.precision), bool(getattr(trainer.lightning_module, "channels_last", False))
     with _failures_named(network, images):
-        images = on_device_of(network, images)
         traced = trace_open(network, training=True)
     file = _file(trainer)
     key = "" if file is None else key_of(traced, images, size, device, *settings)
