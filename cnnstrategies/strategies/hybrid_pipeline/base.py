@@ -19,18 +19,18 @@ from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
-from cnnstrategies.pipeline.transport import PeerError, Transport
+from cnnstrategies.pipeline.transport import PeerError, Transport, broadcast_value, cpu_group
 from cnnstrategies.placed import DivergedError, Places
 from cnnstrategies.quantities import Duration, Size, as_timedelta
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.gathering import gather_rows
+from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
 from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_devices
 from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
-from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections, broadcast, gather, reduce_over_ranks
+from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections, everywhere
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
@@ -256,15 +256,32 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one rank; see `broadcast`."""
-        return broadcast(obj, src, self._connections, self.root_device)
+        """Return the object of one rank, on all ranks, without pickling. All ranks must call this, at any time.
+
+        Placed tensors in the object are brought to all ranks first, so all ranks must pass them.
+        """
+        if not dist.is_initialized():
+            return obj
+        if self._connections is None:
+            return broadcast_value(obj, src, self.root_device)
+        obj = everywhere(self._connections.places, obj, "broadcast")
+        with self._connections.all_processes(), self._connections.places.local():
+            return broadcast_value(obj, src, self.root_device)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a value that all ranks have; see `reduce_over_ranks`."""
+        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined.
+
+        Only the largest or the smallest value is combined, because such values, as of a signal, may differ between
+        ranks.
+        """
         if not isinstance(tensor, Tensor):
             return tensor
-        return reduce_over_ranks(tensor, reduce_op, self._connections, self.time_limit)
+        value = tensor.detach()
+        if self._connections is not None:
+            value = self._connections.places.everywhere(value, "reduce")
+        how = str(reduce_op).lower().rpartition(".")[2]
+        return getattr(self.gather_from_ranks(value), f"a{how}")(0) if how in ("max", "min") else value
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -273,7 +290,20 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     @override
     def gather_from_ranks(self, values: Tensor) -> Tensor:
-        return gather(values, self._connections, self.time_limit)
+        """Return the tensors of all ranks in rank order (ranks, ...). All ranks must call this, at any time.
+
+        Args:
+            values: Tensor of this rank (...), of the same shape on all ranks.
+        """
+        connections = self._connections
+        if not dist.is_initialized():
+            return values[None]
+        with nullcontext() if connections is None else connections.places.local():
+            if connections is not None and connections.is_connected:
+                return gather_tensors(values, connections.transport.control)
+            # For example, `configure_optimizers` may ask for the length of an epoch before the set-up.
+            with cpu_group(self.time_limit) as group:
+                return gather_tensors(values, group)
 
     def _gather(self, row: list[float]) -> list[list[float]]:
         return gather_rows(row, self.gather_from_ranks)

@@ -1,7 +1,7 @@
 """The connections of a rank to the other ranks during a run, and what the ranks exchange outside of the steps."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.transport import Transport, broadcast_value, cpu_group, new_group
+from cnnstrategies.pipeline.transport import Transport, broadcast_value, new_group
 from cnnstrategies.placed import DeviceLink, GlooLink, Places
-from cnnstrategies.strategies.gathering import gather_tensors
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 
 
@@ -105,42 +104,6 @@ class RunConnections:
         self._groups.clear()
 
 
-def gather(values: Tensor, connections: RunConnections | None, timeout: timedelta) -> Tensor:
-    """Return the tensors of all ranks in rank order (ranks, ...). All ranks must call this, at any time.
-
-    Args:
-        values: Tensor of this rank (...), of the same shape on all ranks.
-        connections: The connections of this rank; None outside of a run.
-        timeout: Longest wait for another rank.
-    """
-    if not dist.is_initialized():
-        return values[None]
-    with nullcontext() if connections is None else connections.places.local():
-        if connections is not None and connections.is_connected:
-            return gather_tensors(values, connections.transport.control)
-        # For example, `configure_optimizers` may ask for the length of an epoch before the set-up.
-        with cpu_group(timeout) as group:
-            return gather_tensors(values, group)
-
-
-def broadcast(value: Any, source: int, connections: RunConnections | None, device: torch.device) -> Any:
-    """Return a value of one rank, on all ranks, without pickling. All ranks must call this, at any time.
-
-    Args:
-        value: The value. Its placed tensors are first brought to all ranks, so all ranks must pass them.
-        source: The rank that has the value.
-        connections: See `gather`.
-        device: Device for the tensors that are sent.
-    """
-    if not dist.is_initialized():
-        return value
-    if connections is None:
-        return broadcast_value(value, source, device)
-    value = everywhere(connections.places, value, "broadcast")
-    with connections.all_processes(), connections.places.local():
-        return broadcast_value(value, source, device)
-
-
 def everywhere(places: Places, value: Any, why: str) -> Any:
     """Return nested containers with copies of placed tensors, without a gradient. All ranks must call this.
 
@@ -151,22 +114,6 @@ def everywhere(places: Places, value: Any, why: str) -> Any:
     """
     copies = places.all_everywhere([leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)], why)
     return tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), value)
-
-
-def reduce_over_ranks(value: Tensor, how: Any, connections: RunConnections | None, timeout: timedelta) -> Tensor:
-    """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined.
-
-    Only the largest or the smallest value is combined, because such values, as of a signal, may differ between ranks.
-
-    Args:
-        value: Value of this rank.
-        how: Name of the operation, or a constant of torch.
-        connections: See `gather`.
-        timeout: See `gather`.
-    """
-    value = value.detach() if connections is None else connections.places.everywhere(value.detach(), "reduce")
-    how = str(how).lower().rpartition(".")[2]
-    return getattr(gather(value, connections, timeout), f"a{how}")(0) if how in ("max", "min") else value
 
 
 @contextmanager
