@@ -55,29 +55,20 @@ class UserSteps:
             args: Positional arguments of the step.
             kwargs: Keyword arguments of the step.
         """
-        if name != "training_step":
-            return self._run(name, context, nullcontext(), args, kwargs)
-        is_first, self._has_trained = not self._has_trained, True
-        self._placed.window_ends, self._placed.calls = is_last and self._module.automatic_optimization, 0
-        runner, declared = self._placed.runner, self._placed.declared
-        if is_first:
-            runner.usual = _usual_samples(self._module.trainer, runner.placement)
-        watched = nullcontext() if declared is None else declared.step((args, kwargs))
-        result = self._run(name, context, watched, args, kwargs)
+        is_first = False
+        watched: AbstractContextManager[None] = nullcontext()
+        if name == "training_step":
+            is_first, self._has_trained = not self._has_trained, True
+            self._placed.window_ends, self._placed.calls = is_last and self._module.automatic_optimization, 0
+            if is_first:
+                self._placed.runner.usual = _usual_samples(self._module.trainer, self._placed.runner.placement)
+            if self._placed.declared is not None:
+                watched = self._placed.declared.step((args, kwargs))
+        with context, self._logs.step(), self._connections.one_process(), watched:
+            result = getattr(self._module, name)(*args, **kwargs)
         if is_first:
             warn_after_first_batch(self._placed)
         return result
-
-    def _run(
-        self,
-        name: str,
-        context: AbstractContextManager[Any],
-        watched: AbstractContextManager[Any],
-        args: Sequence[Any],
-        kwargs: Any,
-    ) -> Any:
-        with context, self._logs.step(), self._connections.one_process(), watched:
-            return getattr(self._module, name)(*args, **kwargs)
 
     def backward(
         self,
