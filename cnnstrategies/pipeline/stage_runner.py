@@ -19,13 +19,12 @@ from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.stored_watch import WatchState
 from cnnstrategies.pipeline.storing_code import any_may_store, function_may_store
 from cnnstrategies.pipeline.task_times import TaskTimes
-from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Kind, Placement, Schedule, Task, turns
+from cnnstrategies.pipeline.timetable import KINDS, SCHEDULES, Checkpointing, Kind, Placement, Schedule, Task, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
 
 SCHEDULE: Schedule = "gpipe"
-_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 
 
 class StageRunner:
@@ -82,6 +81,8 @@ class StageRunner:
         self.sizes: Sequence[int] = ()
         self.usual = 0
         self.run_ahead = False
+        self._planned: tuple[Placement, bool] | None = None
+        self._plan()
         graph = division.graphs()[self.stage]
         self.channels = Channels(graph, self._turns["gpipe"], transport, ask_for_all=True)
         module, calls = _modules_of(division, graph)
@@ -98,31 +99,22 @@ class StageRunner:
     @property
     def tasks(self) -> list[Task]:
         """Tasks of this rank for a batch, in order. They change with the shares of the placement."""
-        return self._tasks(self.schedule)
+        self._plan()
+        return self._tasks[self.schedule]
 
-    @property
-    def run_ahead(self) -> bool:
-        """See above."""
-        return self._run_ahead
-
-    @run_ahead.setter
-    def run_ahead(self, run_ahead: bool) -> None:
-        placement, self._run_ahead = self.placement, run_ahead
+    def _plan(self) -> None:
+        """Find the order of this rank's tasks, if the placement or :attr:`run_ahead` has changed."""
+        placement = self.placement
+        if self._planned == (placement, self.run_ahead):
+            return
+        self._planned = placement, self.run_ahead
         self._turns = {
-            schedule: turns(placement.replicas, placement.microbatches, schedule, run_ahead and schedule == "1f1b")
-            for schedule in _SCHEDULES
+            schedule: turns(placement.replicas, placement.microbatches, schedule, self.run_ahead and schedule == "1f1b")
+            for schedule in SCHEDULES
         }
-        self._placed_tasks = placement, self._tasks_of_schedules()
-
-    def _tasks(self, schedule: Schedule) -> list[Task]:
-        if self._placed_tasks[0] is not self.placement:
-            self._placed_tasks = self.placement, self._tasks_of_schedules()
-        return self._placed_tasks[1][schedule]
-
-    def _tasks_of_schedules(self) -> dict[Schedule, list[Task]]:
-        microbatches = self.placement.microbatches_of(self.transport.rank)
+        microbatches = placement.microbatches_of(self.transport.rank)
         tasks = [Task(kind, self.stage, microbatch) for kind in KINDS for microbatch in microbatches]
-        return {schedule: sorted(tasks, key=turn) for schedule, turn in self._turns.items()}
+        self._tasks = {schedule: sorted(tasks, key=turn) for schedule, turn in self._turns.items()}
 
     @property
     def connections(self) -> list[tuple[int, int]]:
@@ -279,7 +271,8 @@ class StageRunner:
             key: Function that returns the size key of a microbatch; see `Channels.plan`.
             run: Function that runs a task.
         """
-        tasks = [task for task in self._tasks(schedule) if task.kind in kinds and sizes[task.microbatch]]
+        self._plan()
+        tasks = [task for task in self._tasks[schedule] if task.kind in kinds and sizes[task.microbatch]]
         turn = self.channels.turn = self._turns[schedule]
         self.channels.plan(tasks, key)
         times = [*map(turn, tasks), *[math.inf] * (self.ahead + 1)]

@@ -13,7 +13,7 @@ from cnnstrategies.shares import check_count, deal, rotation
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
 Schedule = Literal["gpipe", "1f1b"]
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 Order = Literal["stages", "replicas"]
 ORDERS = ("stages", "replicas")
 # Whether activations are recomputed: for no microbatch, for all except the rank's last microbatch, or for all.
