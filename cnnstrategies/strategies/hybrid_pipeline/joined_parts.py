@@ -4,7 +4,7 @@ A part is a result of :func:`~cnnstrategies.strategies.hybrid_pipeline.batch_for
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,14 +50,9 @@ def keep_rows(
             tensors[path] = value
             is_kept = value.nbytes > largest and path not in sent
             return DividedRows(tuple(value.shape), value.dtype, path) if is_kept else value
-        if isinstance(value, dict):
-            return {key: kept(item, f"{path}[{key!r}]") for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            if not hasattr(value, "_fields") and _has_items([value], [samples]):
-                return value
-            items = [kept(item, f"{path}.{index}") for index, item in enumerate(value)]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
+        if _is_list(value) and _has_items([value], [samples]):
+            return value
+        return _with_items(value, lambda item, key: kept(item, f"{path}[{key!r}]"))
 
     return kept(part, ""), tensors
 
@@ -87,15 +82,24 @@ def first_rows(part: Any, samples: int, count: int) -> Any:
     """
     if isinstance(part, (Tensor, np.ndarray)):
         return part[:count] if part.ndim and len(part) == samples else part
-    if isinstance(part, dict):
-        return {key: first_rows(item, samples, count) for key, item in part.items()}
-    if isinstance(part, (list, tuple)):
-        if hasattr(part, "_fields"):
-            return type(part)(*(first_rows(item, samples, count) for item in part))
-        if _has_items([part], [samples]):
-            return part[:count]
-        return type(part)([first_rows(item, samples, count) for item in part])
-    return part
+    if _is_list(part) and _has_items([part], [samples]):
+        return part[:count]
+    return _with_items(part, lambda item, _: first_rows(item, samples, count))
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list or a tuple, but not a record such as a NamedTuple."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+
+
+def _with_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
+    """Return a container with the results of a function of each item and its key or index; another value as it is."""
+    if isinstance(value, dict):
+        return {key: function(item, key) for key, item in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    items = [function(item, index) for index, item in enumerate(value)]
+    return type(value)(items) if _is_list(value) else type(value)(*items)
 
 
 def join_parts(parts: Sequence[Any], counts: Sequence[int]) -> Any:
@@ -130,7 +134,7 @@ def _joined(parts: Sequence[Any], counts: Sequence[int], positions: Sequence[int
             raise _refusal(path, f"have different keys ({_texts(list(part) for part in parts)})")
         return {key: _joined([part[key] for part in parts], counts, positions, f"{path}[{key!r}]") for key in first}
     if isinstance(first, (list, tuple)):
-        is_record = hasattr(first, "_fields")
+        is_record = not _is_list(first)
         if not is_record and _has_items(parts, counts):
             items = [item for part in parts for item in part]
             ordered = list(items)
@@ -227,7 +231,7 @@ def _values(part: Any, lengths: tuple[int, ...]) -> Iterator[tuple[Any, tuple[in
         for item in part.values():
             yield from _values(item, lengths)
     elif isinstance(part, (list, tuple)):
-        is_list = not hasattr(part, "_fields") and _is_homogeneous(part)
+        is_list = _is_list(part) and _is_homogeneous(part)
         for item in part:
             yield from _values(item, (*lengths, len(part)) if is_list else lengths)
     else:
