@@ -136,8 +136,8 @@ class SecondForwards:
             self._draws.again(microbatch),
         ):
             if self._state is None:
-                return runner.division.run(runner.stage, *arguments), StoredValues.of({})
-            result, stored = self._state.run(lambda: runner.division.run(runner.stage, *arguments))
+                return runner.run_stage(*arguments), StoredValues.of({})
+            result, stored = self._state.run(lambda: runner.run_stage(*arguments))
             return result, StoredValues.of(stored)
 
     def check(self, microbatch: int, results: Sequence[Tensor]) -> None:

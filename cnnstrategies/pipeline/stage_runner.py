@@ -156,28 +156,19 @@ class StageRunner:
             places: The rules of this rank.
             ranks: For each stage, the ranks of its replicas.
         """
-
-        def run(*inputs: Any) -> Any:
-            return self.division.run(self.stage, *inputs)
-
-        def run_again(*inputs: Any) -> Any:
-            with self.buffers.microbatch(again=True):
-                return run(*inputs)
-
-        network = self.division.network
-        modules = {
-            path: module
-            for node in self.division.graphs()[self.stage].graph.nodes
-            if node.op == "call_module"
-            for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
-        }
-        share, first_ranks = self.replicas.share_rows, self._first_ranks()
-        self.terms = StoredTerms(
-            owner, network, modules, run, run_again, places, ranks, first_ranks, share, self._may_store
-        )
+        self.terms = StoredTerms(self, owner, places, ranks)
         self.buffers.copies_others = False
 
-    def _may_store(self, state: WatchState) -> bool:
+    def run_stage(self, *arguments: Any) -> Any:
+        """Return the result of this rank's stage."""
+        return self.division.run(self.stage, *arguments)
+
+    def run_for_probe(self, *arguments: Any) -> Any:
+        """Return the result of this rank's stage for a probe, which BatchNorm layers must not count."""
+        with self.buffers.microbatch(again=True):
+            return self.run_stage(*arguments)
+
+    def may_store(self, state: WatchState) -> bool:
         """Whether a forward of any stage may store something. The answer is the same on all ranks.
 
         Args:
@@ -200,8 +191,9 @@ class StageRunner:
         with self.times.timed("reduce"):
             self.replicas.sum_in_place(gradients)
 
-    def _first_ranks(self) -> list[int]:
-        """Return for each stage the rank that runs the first microbatch."""
+    @property
+    def first_ranks(self) -> list[int]:
+        """For each stage, the rank that runs the first microbatch."""
         return [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
 
     def begin(
@@ -234,7 +226,11 @@ class StageRunner:
         Raises:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
-        self._refresh()
+        graph = self.division.graphs()[self.stage]
+        if graph is not self.channels.graph:
+            # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
+            self.channels.graph = graph
+            self.channels.forget_headers()
         if needs_gradient:
             self.schedule = SCHEDULE if gradients is None else "1f1b"
         if gradients is not None:
@@ -244,15 +240,6 @@ class StageRunner:
             batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
         self.sizes = batch.sizes
         return batch
-
-    def _refresh(self) -> None:
-        graph = self.division.graphs()[self.stage]
-        if graph is not self.channels.graph:
-            # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
-            self.channels.graph = graph
-            self.channels.forget_headers()
-        if self.terms is not None:
-            self.terms.first_ranks = self._first_ranks()
 
     def run_tasks(
         self,

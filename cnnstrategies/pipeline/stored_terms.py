@@ -4,9 +4,9 @@ Each stage takes away what its microbatches store, combines it by rules that it 
 stored tensor that requires a gradient is an output of the network's autograd function, like the network's result.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from cnnstrategies.pipeline.term_rules import TermRules
 from cnnstrategies.pipeline.watched import StoredKey
 from cnnstrategies.placed import Places, RefusedError
 
+if TYPE_CHECKING:
+    from cnnstrategies.pipeline.stage_runner import StageRunner
+
 _OF_NEW_HOOKS = (
     "stored values: this rank has a hook that stores values and was registered outside of training, and all ranks must "
     "register such a hook"
@@ -41,60 +44,47 @@ class StoredTerms:
     """The watch over what this rank's stage stores, and what this rank knows about the other stages.
 
     Args:
+        runner: Runs this rank's stage.
         owner: The user's module, or the network. The watch also finds what a forward stores in the owner's other
             modules.
-        network: The divided network.
-        modules: The modules that the stage calls, by name, with their submodules.
-        run: Function that runs the stage.
-        run_again: Function that runs the stage once more for a probe, which BatchNorm layers must not count.
         places: The rules of this rank.
         ranks: For each stage, the ranks of its replicas.
-        first_ranks: For each stage, the rank that runs the first microbatch.
-        share: Function that copies tensors among the replicas of the stage; see `StageReplicas.share_rows`.
-        may_store: Function that returns whether a forward of any stage may store something, from the state of the
-            network. It gives the same answer on all ranks.
     """
 
     def __init__(
-        self,
-        owner: nn.Module,
-        network: nn.Module,
-        modules: Mapping[str, nn.Module],
-        run: Callable[..., Any],
-        run_again: Callable[..., Any],
-        places: Places,
-        ranks: Sequence[tuple[int, ...]],
-        first_ranks: Sequence[int],
-        share: Callable[[Sequence[Tensor], Sequence[int]], None],
-        may_store: Callable[[WatchState], bool],
+        self, runner: "StageRunner", owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]
     ) -> None:
+        self._network = network = runner.division.network
         self.watch = StoredWatch(owner, network)
-        self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
+        self.runner, self.places, self.ranks = runner, places, ranks
         self.group = next(members for members in ranks if places.rank in members)
-        self.rules = TermRules(MixingProbe(run_again, modules, self.watch), places, self.group)
-        self.modules, self.share = modules, share
+        # The modules that the stage calls, by name, with their submodules.
+        self.modules = {
+            path: module
+            for node in runner.division.graphs()[runner.stage].graph.nodes
+            if node.op == "call_module"
+            for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
+        }
+        self.rules = TermRules(MixingProbe(runner.run_for_probe, self.modules, self.watch), places, self.group)
         self.run_forms: set[Hashable] = set()  # Forms of earlier calls.
         self.is_first = True  # Whether no call has ended yet.
         self.reports = TermReports(places)
         # Forms of batches in whose first call no stage has stored anything.
         self.without_terms: set[Hashable] = set()
-        self.may_store = may_store
-        self._network = network
         self._known_state: object = None
         self._hooks: Hashable = ()
         # By the form of a batch, and by the hooks of the network: the form under which this rank remembers its calls.
         self.known_hooks: dict[Hashable, dict[Hashable, Hashable]] = {}
 
-    def begin(self, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
+    def begin(self, rows: BatchRows, needs_gradient: bool, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
 
         Args:
             rows: The rows of the batch that each microbatch contains, also of microbatches of other replicas.
             needs_gradient: Whether the forwards run with autograd.
-            device: Device of this rank.
             form: Key that is equal for batches of the same form.
         """
-        return CallTerms(self, rows, needs_gradient, device, (form, rows.sizes), self.watch.begin())
+        return CallTerms(self, rows, needs_gradient, (form, rows.sizes), self.watch.begin())
 
     def hooks(self, state: WatchState) -> Hashable:
         """Return a key of the hooks on all modules of the network, which may differ between ranks.
@@ -120,16 +110,11 @@ class CallTerms:
     """
 
     def __init__(
-        self,
-        terms: StoredTerms,
-        rows: BatchRows,
-        needs_gradient: bool,
-        device: torch.device,
-        form: Hashable,
-        state: WatchState,
+        self, terms: StoredTerms, rows: BatchRows, needs_gradient: bool, form: Hashable, state: WatchState
     ) -> None:
         self._state, self.watch = state, terms.watch
-        self._terms, self._rows, self._needs_gradient, self._device = terms, rows, needs_gradient, device
+        self._terms, self._rows, self._needs_gradient = terms, rows, needs_gradient
+        self._device = terms.runner.transport.device
         self._hooks, self._known_hooks = terms.hooks(state), terms.known_hooks.setdefault(form, {})
         if not self._known_hooks:
             self._known_hooks[self._hooks] = form
@@ -140,12 +125,12 @@ class CallTerms:
         self._microbatches = MicrobatchTerms(rows)
         self._ran: list[int] = []  # This rank's microbatches.
         self._combined = CombinedTerms(NOTHING, [], [], [])  # Values of this stage for the whole batch.
-        self._batch = BatchTerms([], [], terms.places, terms.ranks, device)  # Values of all stages.
+        self._batch = BatchTerms([], [], terms.places, terms.ranks, self._device)  # Values of all stages.
         # Layers may set their parameters in their first forward.
         self._noted = NotedParameters(terms.modules) if terms.is_first else None
         self._changed_parameter: str | None = None
         has_run = self._form in terms.run_forms and self._form in terms.without_terms
-        self.is_quiet = has_run and not (terms.is_first or self._has_new_hooks or terms.may_store(state))
+        self.is_quiet = has_run and not (terms.is_first or self._has_new_hooks or terms.runner.may_store(state))
         self._of_backward = StoredValues.of({})
 
     # The forwards
@@ -161,7 +146,7 @@ class CallTerms:
         is_new = self._has_new_hooks or self._form not in terms.run_forms
         saving = watch.saving_copies(is_new) if self._needs_gradient else nullcontext()
         with saving, nullcontext() if self._noted is None else self._noted.watching():
-            result = terms.run(*arguments)
+            result = terms.runner.run_stage(*arguments)
         if self._noted is not None and (changed := self._noted.changed()):
             self._changed_parameter = changed[0]
             if not self._rows.is_one_microbatch:
@@ -220,7 +205,7 @@ class CallTerms:
             report = TermReport(None, self._combined.header)
         # Without a backward, ranks do not ask each other whether they have new hooks.
         is_alone = self._has_new_hooks and not self._needs_gradient
-        headers = terms.reports.exchange(report, terms.first_ranks, _OF_NEW_HOOKS if is_alone else "stored")
+        headers = terms.reports.exchange(report, terms.runner.first_ranks, _OF_NEW_HOOKS if is_alone else "stored")
         terms.is_first, self._noted = False, None
         with torch.no_grad():
             for tensor, values in self._combined.changed:
@@ -243,7 +228,7 @@ class CallTerms:
         # Without a backward, later calls may begin before this call ends on other ranks, so there is no exchange.
         everyone = range(places.world_size) if self._needs_gradient else (places.rank,)
         is_empty = self._form in terms.without_terms
-        facts = places.exchange((self._has_new_hooks, is_empty, terms.may_store(state)), everyone, "hooks")
+        facts = places.exchange((self._has_new_hooks, is_empty, terms.runner.may_store(state)), everyone, "hooks")
         if self._has_new_hooks:
             if len(facts) == places.world_size and all(has_new for has_new, *_ in facts):
                 self._form = self._base, self._hooks
@@ -303,7 +288,7 @@ class CallTerms:
             return None
         if not self._rows.is_one_microbatch:
             return f"its first forward sets {name}"
-        self._terms.share(self._noted.tensors(), self._rows.sizes)
+        self._terms.runner.replicas.share_rows(self._noted.tensors(), self._rows.sizes)
         return None
 
     def outputs(self) -> list[Tensor]:
@@ -347,7 +332,7 @@ class CallTerms:
 
         All ranks must call this, if :attr:`stores_in_backward` is true on a rank. The batch is one microbatch.
         """
-        terms = CallTerms(self._terms, self._rows, False, self._device, self._form, self.watch.state)
+        terms = CallTerms(self._terms, self._rows, False, self._form, self.watch.state)
         terms.is_quiet = False
         terms._microbatches.before = dict(self.watch.before)
         terms._microbatches.stored = dict.fromkeys(self._ran, self._of_backward)

@@ -91,7 +91,7 @@ class WholeBatch:
         runner.buffers.begin(form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
-            self.terms = runner.terms.begin(self.rows, needs_gradient, runner.transport.device, form)
+            self.terms = runner.terms.begin(self.rows, needs_gradient, form)
         checkpointing = checkpointing or runner.activation_checkpointing if needs_gradient else "never"
         again = {"never": 0, "except_last": -1, "always": len(self.microbatches)}[checkpointing]
         self._runs_again = frozenset(self.microbatches[:again])
@@ -399,7 +399,7 @@ class WholeBatch:
     def _run_stage(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
         try:
             if self.terms is None:
-                return self._runner.division.run(self._runner.stage, *arguments)
+                return self._runner.run_stage(*arguments)
             return self.terms.run(microbatch, arguments)
         except Exception as error:
             if not self.rows.is_one_microbatch:
