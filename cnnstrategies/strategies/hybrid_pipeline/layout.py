@@ -231,8 +231,11 @@ class LayoutRequest:
                 saves_memory = device.type == "cuda" or self.memory_limit is not None
 
                 def peaks_of(predictor: Predictor, layout: Layout) -> tuple[PeakMemory, ...]:
-                    first = _in_first_steps(predictor.job, first_schedule, saves_memory) if first_schedule else None
-                    return tuple(_peaks(predictor, layout, first))
+                    peaks = predictor.stage_peaks(layout, predictor.runs_ahead(layout))
+                    if first_schedule is None:
+                        return tuple(peaks)
+                    first = _in_first_steps(predictor.job, first_schedule, saves_memory)
+                    return tuple(map(largest, zip(peaks, first.stage_peaks(layout, False), strict=True)))
 
                 chosen = ChosenLayout(
                     list(layout.cuts),
@@ -266,20 +269,6 @@ def _fits_first_steps(job: Job, layout: Layout, schedule: Schedule) -> bool:
     """Whether the memory suffices for the first steps."""
     first = _in_first_steps(job, schedule)
     return not job.excess(first.device_memory(layout, job.run_ahead or False))
-
-
-def _peaks(predictor: Predictor, layout: Layout, first: Predictor | None) -> list[PeakMemory]:
-    """Return the predicted peak memory of a device, for each stage.
-
-    Args:
-        predictor: Predictor of most steps.
-        layout: Cuts and replicas.
-        first: Predictor of the first steps; None if they are like the others.
-    """
-    peaks = predictor.stage_peaks(layout, predictor.runs_ahead(layout))
-    if first is None:
-        return peaks
-    return [largest(pair) for pair in zip(peaks, first.stage_peaks(layout, False), strict=True)]
 
 
 def _reason(job: Job, layout: Layout) -> str | None:

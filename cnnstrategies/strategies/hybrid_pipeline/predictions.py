@@ -38,13 +38,10 @@ def predictions_on_rank_zero(places: Places, predictions: Any) -> Any:
         if places.rank == 0:
             form = tree_map_only(Tensor, unmarked, form)
         else:
-            form = tree_map_only(Tensor, _without_rows, form if plain is None else _without_items(plain))
+            # Items of lists may belong to samples as well.
+            form = form if plain is None else first_rows(plain, count_samples(plain), 0)
+            form = tree_map_only(Tensor, _without_rows, form)
     return form if plain is None else put_together(form)
-
-
-def _without_items(plain: Any) -> Any:
-    """Return a result that has been taken apart, without those items of its lists that belong to samples."""
-    return first_rows(plain, count_samples(plain), 0)
 
 
 def _without_rows(tensor: Tensor) -> Tensor:
