@@ -240,7 +240,10 @@ def test_branches_on_shapes_hold_for_images_of_the_traced_shape() -> None:
             trace(network)
         assert not decide_by_shapes(network, lambda size: None)
         assert decide_by_shapes(network, lambda size: images[:size])
-        assert network.first.calls == 0
+        with pytest.raises(RuntimeError, match="expected input"):
+            decide_by_shapes(network, lambda size: torch.zeros(size, 5, 8, 8).double())
+        assert network.first.calls == 0, "trials store nothing, also if they fail"
+        assert decide_by_shapes(network, lambda size: images[:size])
         blueprint = divide(network, ["first"])
         compare(blueprint, images[:2])
         other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
