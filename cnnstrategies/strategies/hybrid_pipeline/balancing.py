@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -66,7 +65,7 @@ class StageBalance(Balance):
 
     @override
     def unit_seconds(self, steps: Sequence[Measured]) -> list[float]:
-        return [mean([run.own for run in clock.take()] or [0.0]) for clock in self._clocks.values()]
+        return [clock.take_mean() for clock in self._clocks.values()]
 
     @override
     def propose(

@@ -48,7 +48,7 @@ class StageTimes(Callback):
     ) -> None:
         self._batches += 1
         if WARM_UP < self._batches <= BATCHES:
-            times = [mean([run.own for run in clock.take()] or [0.0]) for clock in self._clocks.values()]
+            times = [clock.take_mean() for clock in self._clocks.values()]
             self._times.setdefault(count_samples(batch), []).append(times)
         if self._batches == WARM_UP:
             for kind, clock in self._clocks.items():
