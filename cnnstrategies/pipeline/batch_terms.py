@@ -11,7 +11,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.combining import CombiningRule, combine
 from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
 from cnnstrategies.pipeline.stored_watch import StoredWatch
-from cnnstrategies.pipeline.tensor_headers import TensorHeader, pack
+from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec, pack
 from cnnstrategies.pipeline.watched import PLAIN, StoredKey
 from cnnstrategies.placed import Places
 
@@ -186,7 +186,22 @@ class BatchTerms:
         if places.rank in ranks:
             tensors = [places.mark(tensor.detach(), ranks, "a stored value") for tensor in self._tensors]
         else:
-            with places.local():
-                shapes = [spec.empty(torch.device("meta")) for spec in specs]
-                tensors = [places.foreign_like(shape, ranks, "a stored value", self._device) for shape in shapes]
+            tensors = foreign_tensors(places, specs, ranks, "a stored value", self._device)
         return [(tensor, spec.needs_gradient) for tensor, spec in zip(tensors, specs, strict=True)]
+
+
+def foreign_tensors(
+    places: Places, specs: Sequence[TensorSpec], ranks: tuple[int, ...], label: str, device: torch.device
+) -> list[Tensor]:
+    """Return foreign tensors of the forms that other ranks have described.
+
+    Args:
+        places: The rules of this rank.
+        specs: The forms.
+        ranks: Ranks that have the tensors.
+        label: Name of the tensors.
+        device: Device of this rank.
+    """
+    with places.local():
+        shapes = [spec.empty(torch.device("meta")) for spec in specs]
+        return [places.foreign_like(shape, ranks, label, device) for shape in shapes]

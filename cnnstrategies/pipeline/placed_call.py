@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import has_tensor_hooks, keeps_graph, without_functions
+from cnnstrategies.pipeline.batch_terms import foreign_tensors
 from cnnstrategies.pipeline.call_sums import CallSums
 from cnnstrategies.pipeline.declared_loss import LossOfCall
 from cnnstrategies.pipeline.double_backward import autocast_states, gradients_with_graph
@@ -15,7 +16,7 @@ from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.known_forms import BackwardReport, ForwardReport, KnownForm
 from cnnstrategies.pipeline.loss_verdict import judge
 from cnnstrategies.pipeline.part_gradients import multiply_gradients
-from cnnstrategies.pipeline.random_draws import advance
+from cnnstrategies.pipeline.random_draws import PassedStates, advance
 from cnnstrategies.pipeline.ready_order import in_order
 from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.tensor_headers import TensorHeader
@@ -129,15 +130,13 @@ class PlacedCall:
             form.learn_forward(header, reports, self.network.ranks)
         form.check(report)
         self._form, self.header = form, form.header
-        self._advance(batch, form)
+        self._advance()
         stored = self.terms.outputs()
-        with places.local():
-            if runner.last:
-                return *places.mark(batch.outputs(form.header), self.last, "the network's output"), *stored
-            device = runner.transport.device
-            shapes = [spec.empty(torch.device("meta")) for spec in form.header.tensors]
-            tensors = [places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes]
-            return *tensors, *stored
+        label = "the network's output"
+        if runner.last:
+            with places.local():
+                return *places.mark(batch.outputs(form.header), self.last, label), *stored
+        return *foreign_tensors(places, form.header.tensors, self.last, label, runner.transport.device), *stored
 
     @property
     def has_drawn(self) -> bool:
@@ -244,44 +243,39 @@ class PlacedCall:
 
     @property
     def terms(self) -> CallTerms:
-        """What the call's forwards have stored, after :meth:`run`."""
+        """Values that the call's forwards have stored, after :meth:`run`."""
         assert self._batch.terms is not None, "a placed network's runner watches what forwards store"
         return self._batch.terms
 
-    def _advance(self, batch: WholeBatch, form: KnownForm) -> None:
+    def _advance(self) -> None:
         """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""
-        runner, device = self.network.runner, self.network.runner.transport.device
+        runner, draws, form = self.network.runner, self._batch.draws, self._form
         runner.drawn |= form.drawn
-        if batch.draws.in_order:
-            self.places.tell((self._first_of_last,), lambda: batch.draws.after, "generators").restore(device)
-            return
-        with self.places.local():
-            advance(form.drawn, device)
-        if not batch.draws.drawn <= form.drawn:
+        self._set_generators(draws, self._first_of_last, form.drawn)
+        if not draws.in_order and not draws.drawn <= form.drawn:
             runner.unseen_draws += 1
 
-    def _advance_backward(self, batch: WholeBatch, form: KnownForm, drawn: set[str]) -> None:
+    def _advance_backward(self, drawn: set[str]) -> None:
         """Set all ranks' generators to equal states after backwards in which a stage may have drawn.
 
         Args:
-            batch: The call.
-            form: What all ranks know about the call.
             drawn: Names of the generators from which any rank's backwards have drawn.
         """
-        draws = batch.backward_draws
+        draws = self._batch.backward_draws
         if draws is None:
             return
-        form.draws_backward = bool(drawn) or bool(form.draws_backward)
-        if drawn and draws.in_order:
-            first = self.network.runner.placement.rank_of(0, 0)
-            self.places.tell((first,), lambda: draws.after, "generators").restore(self._device)
-        elif drawn:
-            with self.places.local():
-                advance(drawn, self._device)
+        self._form.draws_backward = bool(drawn) or bool(self._form.draws_backward)
+        if drawn:
+            self._set_generators(draws, self.network.runner.placement.rank_of(0, 0), drawn)
 
-    @property
-    def _device(self) -> torch.device:
-        return self.network.runner.transport.device
+    def _set_generators(self, draws: PassedStates, last: int, drawn: set[str]) -> None:
+        """Continue with the states of the rank that has drawn last, or advance all generators that were drawn from."""
+        device = self.network.runner.transport.device
+        if draws.in_order:
+            self.places.tell((last,), lambda: draws.after, "generators").restore(device)
+        else:
+            with self.places.local():
+                advance(drawn, device)
 
     def _used(self, outputs: tuple[bool, ...], local_keys: set[int | str], terms: CallTerms) -> set[int | str]:
         """Return the keys of all tensors that have a gradient on any rank. Place what hooks have stored in backwards.
@@ -304,13 +298,13 @@ class PlacedCall:
             if not any(changed for changed, *_ in changes):
                 if any(stores for _, stores, _ in changes):
                     terms.place_of_backward()
-                self._advance_backward(batch, form, {name for *_, names in changes for name in names})
+                self._advance_backward({name for *_, names in changes for name in names})
                 return known.of_all
         report = BackwardReport(
             sorted(local_keys, key=str), sorted(drawn), terms.stores_in_backward, drawn_backward, batch.adds_to_grad
         )
         reports = places.exchange(report, everyone, "used")
-        self._advance_backward(batch, form, {name for received in reports for name in received.drawn_backward})
+        self._advance_backward({name for received in reports for name in received.drawn_backward})
         if any(received.stores for received in reports):
             terms.place_of_backward()
         return form.learn_backward(outputs, reports, places.rank)
