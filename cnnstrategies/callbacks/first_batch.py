@@ -79,10 +79,13 @@ class FirstBatch(Callback):
         )
         batches = trainer.num_training_batches
         unknown = sized_len(trainer.train_dataloader) is None
-        # If all ranks have the whole global batch, their batches are equal, as they should be.
-        checksum = 0 if facts_of(strategy).has_global_batches else _fingerprint(batch)
+        # Ranks that run a step together have equal batches, as they should have. One of them stands for the others.
+        facts = facts_of(strategy)
+        checksum = 0 if facts.has_global_batches else _fingerprint(batch)
+        if trainer.global_rank % facts.ranks_per_batch:
+            checksum = 0
         numbers = [checksum, -1 if unknown else int(batches), _order(trainer.train_dataloader)]
-        gathered = facts_of(strategy).gather_from_ranks(torch.tensor(numbers, device=strategy.root_device))
+        gathered = facts.gather_from_ranks(torch.tensor(numbers, device=strategy.root_device))
         checksums = gathered[:, 0].tolist()
         repeated = next((rank for rank, value in enumerate(checksums) if value and value in checksums[:rank]), None)
         check_lengths(gathered[:, 1].tolist())

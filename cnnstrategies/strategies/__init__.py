@@ -7,12 +7,14 @@ from cnnstrategies.strategies.balanced import BalancedDDPStrategy
 from cnnstrategies.strategies.data_parallel import CompressedDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
+from cnnstrategies.strategies.spatial import SpatialStrategy
 
 __all__ = [
     "BalancedDDPStrategy",
     "CompressedDDPStrategy",
     "HybridPipelineStrategy",
     "ParameterServerStrategy",
+    "SpatialStrategy",
 ]
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
@@ -46,3 +48,4 @@ _register(
     mode="ssp",
     staleness=4,
 )
+_register("spatial", SpatialStrategy, "Each image is divided among several devices")

@@ -163,6 +163,11 @@ class StrategyFacts:
         """Whether every rank runs the steps with the whole global batch, and not with its own part of the batch."""
         return False
 
+    @property
+    def ranks_per_batch(self) -> int:
+        """Number of consecutive ranks that run a step together with the same batch, which counts once."""
+        return 1
+
     # Checks by the command ``submit``
 
     def check_job(self, module: LightningModule, processes: int) -> None:

@@ -117,7 +117,7 @@ class SampleWeights(Callback):
             row[0] = samples
             row[1 : 1 + len(numbers)] = numbers
         total = row.clone()  # The sum overwrites its argument.
-        if facts.connects_hosts:
+        if facts.connects_hosts or facts.ranks_per_batch > 1:
             total = trainer.strategy.reduce(total, reduce_op="sum")
         else:
             dist.all_reduce(total)  # Lightning's `reduce` would also wait at a barrier.

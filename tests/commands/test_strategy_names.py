@@ -163,8 +163,8 @@ def test_options_that_belong_to_no_strategy_are_refused(capsys):
         (
             ["--trainer.strategy=qqq"],
             "unknown strategy 'qqq'; use one of: auto, ddp, fsdp, deepspeed, ddp_fp16, ddp_bf16, ddp_powersgd, "
-            "ddp_balanced, hybrid_pipeline, parameter_server, parameter_server_async, parameter_server_ssp; or an "
-            "import path",
+            "ddp_balanced, hybrid_pipeline, parameter_server, parameter_server_async, parameter_server_ssp, "
+            "spatial; or an import path",
         ),
     ],
 )

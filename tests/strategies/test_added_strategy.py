@@ -102,7 +102,7 @@ def test_lightnings_strategies_and_subclasses_have_the_facts_of_their_class() ->
         **dict.fromkeys(("divides_by_shares", "may_skip_steps", "only_starts_ranks"), False),
         "steps_in_lockstep": True,
         "display_name": "MyOwn",
-        "host_count": 1,
+        **dict.fromkeys(("host_count", "ranks_per_batch"), 1),
         "gradient_weighting": "equal",
         "step_kind": "replica",
     }

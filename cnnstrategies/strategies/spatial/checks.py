@@ -1,0 +1,87 @@
+"""Refusals: options and modules with which images cannot be divided."""
+
+from typing import Any
+
+import torch
+
+from cnnstrategies.data.division import describe_loader, divided_among, has_map, same_loaders
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.gathering import GatherRows
+
+
+def check_parts(parts: int) -> None:
+    """Refuse a number of parts below 1.
+
+    Raises:
+        ConfigurationError: The number is refused.
+    """
+    if parts < 1:
+        raise ConfigurationError(f"parts={parts}: an image has at least one part; use 2 or more to divide images")
+
+
+def check_devices(parts: int, devices: int, device: torch.device, backend: str | None, syncs_batch_norm: bool) -> None:
+    """Refuse options of a run that contradict the strategy.
+
+    Args:
+        parts: Number of parts of each image.
+        devices: Number of devices of the run.
+        device: Device of this rank.
+        backend: Backend of the process group; None for the default.
+        syncs_batch_norm: Whether the trainer's option ``sync_batchnorm`` is set.
+
+    Raises:
+        ConfigurationError: An option cannot be used.
+    """
+    if devices % parts:
+        raise ConfigurationError(
+            f"parts={parts}: {devices} device{'' if devices == 1 else 's'} cannot be divided into groups of {parts}; "
+            f"set trainer.devices to a multiple of parts, such as {-(-devices // parts) * parts}, or choose another "
+            "number of parts"
+        )
+    if syncs_batch_norm:
+        raise ConfigurationError(
+            "sync_batchnorm=True: batch normalisation sees the whole images of a group already; set "
+            "trainer.sync_batchnorm to false"
+        )
+    if device.type == "cuda" and backend == "gloo":
+        raise ConfigurationError(
+            "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
+        )
+
+
+def check_division(loader: Any, replicas: int, parts: int, gather: GatherRows) -> None:
+    """Refuse a loader whose data the user's code has divided among all ranks. All ranks of a group must call this.
+
+    Only one rank of a group loads data, so the data of the other ranks would be left out.
+
+    Args:
+        loader: This rank's loader.
+        replicas: Number of groups.
+        parts: Number of ranks in a group.
+        gather: Function that sends a row of numbers to all ranks of the group, and returns their rows.
+
+    Raises:
+        ConfigurationError: The loader is refused.
+    """
+    declared = divided_among(loader)
+    if declared is not None:
+        name, number = declared
+        if number not in (1, replicas):
+            refuse_divided_data(f"{name} has num_replicas={number}", replicas, parts)
+    elif has_map(loader) and parts > 1:
+        first, *others = gather(describe_loader(loader))
+        if not all(same_loaders(first, row) for row in others):
+            refuse_divided_data("the ranks of a group have different data sets or samplers", replicas, parts)
+
+
+def refuse_divided_data(reason: str, replicas: int, parts: int) -> None:
+    """Raise the error for data that the user's code has divided among all ranks.
+
+    Raises:
+        ConfigurationError: In each call.
+    """
+    raise ConfigurationError(
+        f"{reason}: with parts={parts} each {parts} ranks get parts of the same images, which one of them loads, so "
+        f"the data can be divided among {replicas} rank{'' if replicas == 1 else 's'} only; use "
+        "**trainer.distributed_sampler_kwargs, or let Lightning divide the data"
+    )

@@ -1,0 +1,92 @@
+"""Numbering of the ranks, and their process groups."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cnnstrategies.pipeline.generator_states import GeneratorStates
+from cnnstrategies.pipeline.transport import broadcast_value, new_group
+from cnnstrategies.spatial import GroupLink, SpatialParts
+
+
+class ImageGroups:
+    """Groups of ranks that have parts of the same images.
+
+    Consecutive ranks are in one group, so that their messages stay within a node if possible. The groups are replicas:
+    they train on different batches.
+
+    Attributes:
+        parts: The divided tensors of this rank's group.
+        part: Number of this rank in its group. The rank with number 0 loads the batches.
+        replica: Number of the group.
+        replicas: Number of groups.
+        group: Process group of the ranks of this rank's group.
+        counterparts: Process group of the ranks that have the same part in the other groups, and of this rank.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        count: Number of ranks in a group.
+        device: Device of this rank.
+        timeout: Longest wait for another rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, count: int, device: torch.device, timeout: timedelta) -> None:
+        self.replica, self.part = divmod(rank, count)
+        self.replicas = world_size // count
+        self._device = device
+        # Batches are on the CPU before they are moved to the device.
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_backend()}"
+        images = [range(replica * count, (replica + 1) * count) for replica in range(self.replicas)]
+        same_parts = [range(part, world_size, count) for part in range(count)]
+        # All ranks create all groups, in the same order.
+        groups = [new_group(ranks, timeout, backend=backend) for ranks in (*images, *same_parts)]
+        group, counterparts = groups[self.replica], groups[self.replicas + self.part]
+        assert group is not None
+        assert counterparts is not None
+        self.group, self.counterparts = group, counterparts
+        self.parts = SpatialParts(GroupLink(group))
+        self._loaders = 0
+
+    def next_number(self) -> int:
+        """Return a number for a new loader. All ranks must create their loaders in the same order."""
+        self._loaders += 1
+        return self._loaders
+
+    def from_loader(self, value: Any) -> Any:
+        """Return a value of the rank that loads, on all ranks of the group. All ranks of the group must call this.
+
+        Args:
+            value: The value; ignored on other ranks.
+        """
+        return broadcast_value(value, self.first, group=self.group)
+
+    @property
+    def first(self) -> int:
+        """The rank of this group that loads the batches."""
+        return self.replica * self.parts.count
+
+    def same_random_numbers(self) -> None:
+        """Continue on all ranks of the group with the random numbers of the rank that loads."""
+        states: GeneratorStates = self.from_loader(GeneratorStates.current(self._device))
+        states.restore(self._device)
+
+    def close(self) -> None:
+        """Close the groups, after a run without a failure."""
+        for group in (self.group, self.counterparts):
+            dist.destroy_process_group(group)
+
+
+@contextmanager
+def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Return a context in which a group is the default process group."""
+    current = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = current

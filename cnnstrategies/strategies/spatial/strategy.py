@@ -1,0 +1,324 @@
+"""The strategy ``spatial``: each image is divided among several devices."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from cnnstrategies._lightning_private import keep_batches, leave_samplers
+from cnnstrategies.data.division import is_divided
+from cnnstrategies.old_names import refuse_old_names
+from cnnstrategies.pipeline.generator_states import GeneratorStates
+from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.quantities import Duration, as_timedelta
+from cnnstrategies.runtime.processes import end_group_at_exit, leave_group_at_exit
+from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.exact_means import ExactMeans
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
+from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
+from cnnstrategies.strategies.protocol import StrategyFacts
+from cnnstrategies.strategies.sample_weights import weigh_samples
+from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_parts
+from cnnstrategies.strategies.spatial.groups import ImageGroups, default_group
+from cnnstrategies.strategies.spatial.loading import GroupLoader
+from cnnstrategies.strategies.spatial.parted_batches import check_axis, describe_axis
+from cnnstrategies.strategies.spatial.predictions import predictions_of_group
+from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first, metrics_of_replicas, whole_tensor
+from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
+
+
+class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
+    """Each image is divided among several devices, so images may be larger than the memory of one device allows.
+
+    The devices form groups of ``parts`` devices. Each group trains on its own batch, as a device does under DDP. Inside
+    of a group, each device has some rows of each image and of each activation, see :mod:`cnnstrategies.spatial`. The
+    module's code sees tensors with the shapes, values, statistics and gradients of the whole images.
+
+    Args:
+        parts: Number of devices in a group, 1 or more. The number of devices must be a multiple of it.
+        axis: The dimension of images that is divided: -1 for the width, -2 for the height, -3 for the depth of volumes.
+            By default it is the longest dimension of the images of each batch.
+        timeout: Longest time to wait for another rank: seconds, ``minutes:seconds`` or a timedelta.
+        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
+
+    Raises:
+        ConfigurationError: An option has a value that is not allowed. If the number of devices does not fit, the error
+            is raised before processes start.
+    """
+
+    strategy_name = "spatial"
+    gradient_buckets = None  # What a device holds depends on its part of the images.
+
+    def __init__(
+        self,
+        parts: int = 2,
+        axis: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: Duration = 600.0,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        check_parts(parts)
+        check_axis(axis)
+        limit = as_timedelta(timeout, "timeout")
+        refuse_old_names(SpatialStrategy, kwargs)
+        check_keywords("SpatialStrategy", kwargs)
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
+        )
+        self.parts, self.axis, self.time_limit = parts, axis, limit
+        self._groups: ImageGroups | None = None
+        self._everyone: dist.ProcessGroup | None = None
+        self._contexts = ExitStack()
+        self._accumulates = self._buffers_differ = self._failed = False
+        self._examined: tuple[object, bool] | None = None  # The last loader, and whether its data are divided.
+
+    # Before the processes start
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        """Lightning's launcher. Lightning reads this property right before it starts processes."""
+        self._check(self.num_nodes * self.num_processes)
+        return super().launcher
+
+    def _check(self, devices: int) -> None:
+        device = self.root_device
+        check_devices(self.parts, devices, device, self.process_group_backend, self._layer_sync is not None)
+
+    @override
+    def check_job(self, module: LightningModule, processes: int) -> None:
+        check_devices(self.parts, processes, CPU, None, False)
+
+    # Set-up
+
+    @override
+    def setup_environment(self) -> None:
+        existed, states = dist.is_initialized(), GeneratorStates.current(CPU)
+        super().setup_environment()
+        trainer = self._module.trainer
+        self._failed = False
+        self._check(self.world_size)
+        own_metric_states(self._module)
+        keep_batches(trainer)
+        if self.replicas == 1:
+            leave_samplers(trainer)  # Lightning's sampler would shuffle ordered data.
+            if self._start_method not in ("spawn", "forkserver"):
+                # Lightning has set the generators to the seed of `seed_everything`. On one device the run continues
+                # with the random numbers that follow those of the module and the data.
+                states.restore(CPU)
+        else:
+            weigh_samples(trainer)
+        if not existed:
+            end_group_at_exit()
+        # Loaders may be asked for before the set-up.
+        self._groups = ImageGroups(self.global_rank, self.world_size, self.parts, self.root_device, self.time_limit)
+        self._everyone = dist.group.WORLD
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self._accumulates = self._buffers_differ = False
+        self._ranks.same_random_numbers()
+        self._contexts.enter_context(self._ranks.parts)
+        self._contexts.enter_context(metrics_of_replicas(self._ranks.counterparts))
+
+    @override
+    def configure_ddp(self) -> None:
+        """Start with the parameters and buffers of rank 0 on all ranks."""
+        copy_first([*self._module.parameters(), *self._module.buffers()])
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _ranks(self) -> ImageGroups:
+        assert self._groups is not None, "the processes have been started"
+        return self._groups
+
+    @property
+    def replicas(self) -> int:
+        """Number of groups of devices, which train on different batches."""
+        return self.num_nodes * self.num_processes // self.parts
+
+    # Data
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of Lightning's sampler. The groups divide the samples."""
+        return {"num_replicas": self.replicas, "rank": self.global_rank // self.parts}
+
+    @override
+    def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
+        """Whether the user's code has divided a loader's data among the groups. All ranks must call this."""
+        if self._examined is None or self._examined[0] is not loader:
+            check_division(loader, self.replicas, self.parts, self._gather_in(self._ranks.group))
+            gather = self._gather_in(self._ranks.counterparts)
+            self._examined = loader, bool(is_divided(loader, self.replicas, gather))
+        return self._examined[1]
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._examined is None or self._examined[0] is not dataloader:
+            check_division(dataloader, self.replicas, self.parts, self._gather_in(self._ranks.group))
+        is_predicting = self._module.trainer.state.fn == TrainerFn.PREDICTING
+        return GroupLoader(dataloader, self._ranks, self.axis, is_predicting)
+
+    @staticmethod
+    def _gather_in(group: dist.ProcessGroup) -> Any:
+        return lambda row: gather_rows(row, lambda values: gather_tensors(values, group))
+
+    # Steps
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Return a context for the batches whose gradients are accumulated, except for the last one."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            # As under DDP, the next step begins with the first group's buffers, unless gradients are accumulated.
+            self._buffers_differ = not self._accumulates
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return predictions_of_group(self._ranks, super().predict_step(*args, **kwargs))
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Return a context for a step, in which the default process group has each group of devices once."""
+        if self._buffers_differ:
+            copy_first(self._module.buffers(), self._ranks.counterparts)
+            self._buffers_differ = False
+        with default_group(self._ranks.counterparts):
+            yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with default_group(self._ranks.counterparts):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average the gradients over the groups. In a group, all ranks have the gradients of the whole images."""
+        super().post_backward(closure_loss)
+        parameters = list(self._module.parameters())
+        self._ranks.parts.plain_gradients(parameters)
+        if not self._accumulates:
+            average_gradients(parameters, self._ranks.counterparts)
+
+    # Collectives
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            with default_group(self._everyone or dist.group.WORLD):
+                super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        with default_group(self._everyone or dist.group.WORLD):
+            return super().broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Combine a value over the groups of devices. In a group, all ranks have the same value."""
+        if isinstance(tensor, Tensor):
+            tensor = whole_tensor(tensor, "reduce")
+        if self._groups is None or (group is None and self.replicas == 1):
+            return tensor
+        return super().reduce(tensor, group or self._groups.counterparts, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any of them, have decided so. All ranks must call this."""
+        votes = self.gather_from_ranks(torch.tensor([int(decision)], device=self.root_device))
+        return bool(votes.all() if all else votes.any())
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor of each group of devices (groups, ...). With one group, return the tensor."""
+        tensor = whole_tensor(tensor, "all_gather")
+        if self._groups is None or (group is None and self.replicas == 1):
+            return tensor
+        return super().all_gather(tensor, group or self._groups.counterparts, sync_grads)
+
+    @override
+    def gather_from_ranks(self, values: Tensor) -> Tensor:
+        if not dist.is_initialized():
+            return values[None]
+        gathered = super().all_gather(values, self._everyone or dist.group.WORLD)
+        return gathered.reshape(-1, *values.shape)
+
+    # Facts
+
+    @property
+    @override
+    def has_global_batches(self) -> bool:
+        return self.replicas == 1
+
+    @property
+    @override
+    def ranks_per_batch(self) -> int:
+        return self.parts
+
+    @override
+    def loading_processes(self, processes: int) -> int:
+        """Return the number of groups."""
+        return max(1, processes // self.parts)
+
+    @override
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
+        groups = "1 group" if self.replicas == 1 else f"{self.replicas} groups"
+        return [("image parts", f"{self.parts}, of {describe_axis(self.axis)}; {groups} of devices")]
+
+    @override
+    def differences(self, batch_size: int | None) -> list[str]:
+        return differences_of_replicas(self._module, self.replicas, batch_size, RANK_ZERO, weighted=True)
+
+    # The end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        leave_group_at_exit()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._contexts.close()
+        groups, self._groups, self._everyone = self._groups, None, None
+        if groups is not None and not self._failed:
+            groups.close()
+        super().teardown()

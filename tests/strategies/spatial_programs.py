@@ -1,0 +1,130 @@
+"""Programs that train, validate, test and predict with divided images, for comparisons with one process."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import quiet_trainer
+from lightning.pytorch import LightningModule
+from spatial_networks import ResNet, UNet
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from cnnstrategies import ImageClassifier, ImageSegmenter
+
+CLASSES = 5
+SAMPLES, HEIGHT, WIDTH = 11, 41, 33
+
+
+class OwnModule(LightningModule):
+    """A module as a user writes it, for labels of images or of pixels."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.noise = nn.Dropout(0.2)
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.area = MulticlassAUROC(CLASSES)
+        self.pixels = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, targets = batch
+        assert images.shape[2:] == (HEIGHT, WIDTH)
+        scores = self.network(self.noise(images))
+        loss = F.cross_entropy(scores, targets)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("spread", scores.std(), sync_dist=True)
+        self.log("pixels", self.pixels(images[:, 0, :, 0].square().sum()), on_epoch=True, metric_attribute="pixels")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        scores = self.network(batch[0])
+        self.accuracy(scores, batch[1])
+        self.area(scores, batch[1])
+        self.log("accuracy", self.accuracy)
+        self.log("area", self.area)
+        self.log("val_loss", F.cross_entropy(scores, batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"scores": self.network(batch[0]), "targets": batch[1]}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def images_with(maps: bool) -> TensorDataset:
+    """Return images with the class of each image, or of each pixel."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(SAMPLES, 3, HEIGHT, WIDTH, generator=generator)
+    size = (SAMPLES, HEIGHT, WIDTH) if maps else (SAMPLES,)
+    return TensorDataset(images, torch.randint(CLASSES, size, generator=generator))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program.
+
+    Attributes:
+        module: Function that makes the module.
+        maps: Whether each pixel has a class.
+        trainer: Options of the trainer.
+        then: Methods of the trainer that follow ``fit``.
+    """
+
+    module: Callable[[], LightningModule]
+    maps: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+    then: tuple[str, ...] = ()
+
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+PROGRAMS = {
+    "own classifier": Program(lambda: OwnModule(ResNet(classes=CLASSES)), then=("test", "predict")),
+    "own segmenter": Program(
+        lambda: OwnModule(UNet("transposed", classes=CLASSES)), True,
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}, ("predict",),
+    ),
+    "classifier": Program(
+        lambda: ImageClassifier(ResNet(classes=CLASSES), CLASSES, SGD, mixup_alpha=0.4), then=("validate",)
+    ),
+    "segmenter": Program(lambda: ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD), True),
+}  # fmt: skip
+
+
+def train(program: Program, strategy: Any, devices: int) -> dict[str, Tensor]:
+    """Run a program, and return weights, buffers, the optimizer's state, logged values and predictions, by name."""
+    torch.manual_seed(2)
+    module = program.module()
+    trainer = quiet_trainer(strategy, devices, max_epochs=1, log_every_n_steps=1, **program.trainer)
+    data = images_with(program.maps)
+    trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+    result = {f"state {name}": value.detach().clone() for name, value in module.state_dict().items()}
+    for index, state in trainer.optimizers[0].state_dict()["state"].items():
+        result[f"momentum {index}"] = state["momentum_buffer"].clone()
+    result |= {f"logged {name}": torch.as_tensor(value) for name, value in trainer.callback_metrics.items()}
+    for name in program.then:
+        returned = getattr(trainer, name)(
+            module, DataLoader(data, 4), **({} if name == "predict" else {"verbose": False})
+        )
+        if name == "predict":
+            for key in returned[0]:
+                result[f"predicted {key}"] = torch.cat([batch[key] for batch in returned])
+        result |= {f"{name} {key}": torch.as_tensor(value) for key, value in trainer.callback_metrics.items()}
+    return result
+
+
+def train_all(make: Callable[[], Any], devices: int, names: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
+    """Run programs one after another on this rank."""
+    torch.set_default_dtype(torch.float64)
+    if dist.is_initialized():
+        os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
+    return {name: train(PROGRAMS[name], make(), devices) for name in names}
