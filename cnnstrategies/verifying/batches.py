@@ -1,5 +1,6 @@
 """Save the batches that the ranks load, and build global batches from them, with which one device repeats the run."""
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -92,3 +93,32 @@ def samples(folder: Path, batches: int | None = None) -> tuple[int, set[bytes]]:
             count += 1
             seen.add(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return count, seen
+
+
+def same_batches(folders: Sequence[Path]) -> tuple[int, int] | None:
+    """Return two ranks that have loaded the same batches, or None if there are no such ranks.
+
+    Batches are compared by their first tensors. If all samples of the run are equal, the result is None, because then
+    the batches of a correct loader are equal as well.
+
+    Args:
+        folders: Folders of the ranks' batches, which have the ranks' numbers as names.
+    """
+    numbers = sorted(int(file.stem) for folder in folders[:1] for file in folder.glob("*.pt"))
+    ranks: dict[tuple[bytes, ...], int] = {}
+    if len(set().union(*(samples(folder)[1] for folder in folders))) < 2:
+        return None
+    for folder in sorted(folders, key=lambda folder: int(folder.name)):
+        digests = tuple(_digest(folder / f"{number}.pt") for number in numbers)
+        if digests in ranks:
+            return ranks[digests], int(folder.name)
+        ranks[digests] = int(folder.name)
+    return None
+
+
+def _digest(file: Path) -> bytes:
+    """Return a digest of the first tensor of a saved batch; an empty one if there is not such a file."""
+    if not file.exists():
+        return b""
+    first = next(tensors_in(torch.load(file, weights_only=False)), torch.empty(0))
+    return hashlib.sha256(first.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()

@@ -77,13 +77,18 @@ class RunRole:
             missing = size - len(set().union(*(record["indices"] for record in drawn)))
             if missing > drawn[0]["allowed"]:
                 return missing, size
+        loaded = self.loaded_in_an_epoch()
+        if whole is None or loaded is None:
+            return None
+        return (0 if drawn and drawn[0]["allowed"] else max(0, whole - loaded)), whole
+
+    def loaded_in_an_epoch(self) -> int | None:
+        """Return the number of samples that all ranks together load in an epoch; None if the number is not known."""
         ends = self.notes["ends"]
-        counts = [record["count"] for record in records]
+        counts = [json.loads(file.read_text())["count"] for file in self.folder.glob(f"*/{LOADED}")]
         if None in counts and ends:
             counts = [samples(file.parent, ends[0])[0] for file in self.folder.glob("*/0.pt")]
-        if whole is None or None in counts:
-            return None
-        return (0 if drawn and drawn[0]["allowed"] else max(0, whole - sum(counts))), whole
+        return None if None in counts else sum(counts)
 
     def batches(self) -> GlobalBatches:
         """Return the loader of global batches for the run on one device."""

@@ -20,7 +20,7 @@ from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.processes import temporary_folder
-from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, samples
+from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, same_batches, samples
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
@@ -232,10 +232,32 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
     missing, size = run.left_out(reference["whole"]) or (0, 0)
     if missing:
         text += f"; an epoch leaves out {missing} of {size} samples, because the loader gives them to other processes"
+    repeated = _repetition(run, reference["whole"], len(loaded))
+    text += repeated
     if reference["steps"] != tested["steps"]:
         text += f"; one device has made {reference['steps']} steps on them"
-    equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not missing
+    equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not missing and not repeated
     return ComparedRow("steps", text, equal)
+
+
+def _repetition(run: RunRole, whole: int | None, processes: int) -> str:
+    """Return a text for the user if several processes load the same samples; otherwise an empty text.
+
+    One device trains on the ranks' batches, so without this test a run whose processes all load the same samples would
+    be equal to one device.
+
+    Args:
+        run: The run under the strategy.
+        whole: Number of samples that one process loads in an epoch; None if the number is not known.
+        processes: Number of processes that load samples.
+    """
+    remedy = "leave trainer.use_distributed_sampler on, or give the loader a sampler for each process"
+    if ranks := same_batches([file.parent for file in run.folder.glob("*/0.pt")]):
+        return f"; processes {ranks[0]} and {ranks[1]} load the same batches: {remedy}"
+    loaded = run.loaded_in_an_epoch()
+    if processes > 1 and whole and loaded is not None and loaded >= 2 * whole:
+        return f"; an epoch loads {loaded} samples, and {whole} in one process: {remedy}"
+    return ""
 
 
 def _logged(reference: dict[str, Any], tested: dict[str, Any]) -> ComparedRow:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Kinds of values in which NaN shows that the training has failed. Logged values and buffers may be NaN by design.
+DEFINED = ("weights", "optimizer")
 # Tolerances. Keys are the dtypes of the runs. A difference counts as a rounding error up to the sum of the relative and
 # the absolute tolerance.
 RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-4}  # Relative to the largest absolute value of the tensor.
@@ -24,11 +26,13 @@ class Difference:
         size: Largest absolute difference between elements. It is infinite if only one of the runs has this tensor, or
             if the shapes differ.
         allowed: Largest difference that counts as a rounding error.
+        is_undefined: Whether elements are NaN in both runs.
     """
 
     name: str
     size: float
     allowed: float
+    is_undefined: bool = False
 
     @property
     def is_equal(self) -> bool:
@@ -103,12 +107,18 @@ def row_of(kind: str, values: Sequence[Difference]) -> ComparedRow:
     """Return the row for all values of a kind, such as the weights.
 
     If all values are equal up to rounding errors, the row's text shows the largest difference. Otherwise it shows the
-    difference that exceeds its allowed size by the largest factor.
+    difference that exceeds its allowed size by the largest factor. Weights that are NaN in both runs show nothing about
+    the strategy, so they are not called equal.
     """
     unequal = [difference for difference in values if not difference.is_equal]
+    undefined = [difference.name for difference in values if difference.is_undefined]
+    if not unequal and undefined and kind in DEFINED:
+        text = f"{len(undefined)} of {len(values)} are NaN in both runs, so they show nothing: {undefined[0]}; the "
+        return ComparedRow(kind, f"{text}training fails on one device as well, so look at its loss first", equal=False)
     if not unequal:
         largest = max([difference.size for difference in values] + [0.0])
-        return ComparedRow(kind, f"equal: {len(values)} compared, largest difference {largest:.1e}")
+        note = f"; NaN in both runs: {', '.join(undefined)}" if undefined else ""
+        return ComparedRow(kind, f"equal: {len(values)} compared, largest difference {largest:.1e}{note}")
     worst = max(unequal, key=lambda difference: difference.size / difference.allowed)
     how = "only in one run, or of different shapes" if math.isinf(worst.size) else f"by {worst.size:.1e}"
     text = f"{len(unequal)} of {len(values)} differ, most strongly {worst.name} ({how})"
@@ -145,4 +155,5 @@ def _difference(reference: Tensor, tested: Tensor, dtype: torch.dtype, name: str
     same = (reference == tested) | (reference.isnan() & tested.isnan())
     size = torch.where(same, 0.0, (reference - tested).abs()).nan_to_num(math.inf).max()
     scale = reference.nan_to_num(0.0, 0.0, 0.0).abs().max()
-    return Difference(name, float(size), RELATIVE[dtype] * float(scale) + ABSOLUTE[dtype])
+    is_undefined = bool((reference.isnan() & tested.isnan()).any())
+    return Difference(name, float(size), RELATIVE[dtype] * float(scale) + ABSOLUTE[dtype], is_undefined)

@@ -11,7 +11,7 @@ from torchvision.ops import StochasticDepth
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.joined_batches import joined
-from cnnstrategies.verifying.batches import GlobalBatches, samples
+from cnnstrategies.verifying.batches import GlobalBatches, same_batches, samples
 from cnnstrategies.verifying.recorder import settle
 from cnnstrategies.verifying.verdict import differences, row_of
 
@@ -37,6 +37,28 @@ def test_only_rounding_counts_as_equal() -> None:
     assert unequal(reference, off, torch.float32) == ["steps[0]"], "in float32 a difference of 1e-5 is rounding"
     assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])) == []
     assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan])) == [""]
+
+
+@pytest.mark.parametrize(("kind", "equal"), [("weights", False), ("optimizer", False), ("logged", True)])
+def test_weights_that_are_nan_in_both_runs_are_not_called_equal(kind: str, equal: bool) -> None:
+    values = {"loss": torch.tensor([1.0, torch.nan]), "other": torch.ones(2)}
+    row = row_of(kind, list(differences(values, values, torch.float64)))
+    assert row.equal == equal
+    assert "NaN in both runs" in row.text
+    assert "loss" in row.text
+
+
+def test_ranks_that_load_the_same_batches_are_found(tmp_path: Path) -> None:
+    def load(rank: int, *values: float) -> Path:
+        (tmp_path / str(rank)).mkdir(exist_ok=True)
+        for index, value in enumerate(values):
+            torch.save({"x": torch.full((2, 3), value), "y": torch.zeros(2)}, tmp_path / str(rank) / f"{index}.pt")
+        return tmp_path / str(rank)
+
+    assert same_batches([load(0, 1, 2), load(1, 2, 1), load(10, 1, 2)]) == (0, 10)
+    assert same_batches([load(0, 1, 2), load(1, 2, 1)]) is None
+    assert same_batches([load(0, 1, 2), load(1, 1, 3)]) is None, "one batch is the same by chance"
+    assert same_batches([load(0, 1, 1), load(1, 1, 1)]) is None, "all samples are equal"
 
 
 def test_a_value_that_only_one_run_has_is_a_difference() -> None:

@@ -95,6 +95,29 @@ def test_a_run_that_leaves_out_samples_of_an_epoch_is_not_equal() -> None:
     assert "3 on 24 samples, 24 of them different, loaded by 1 of 2 processes" in str(verdict)
 
 
+class Repeated(Data):
+    """Data whose processes load all samples: in the same order, or each in its own order."""
+
+    def __init__(self, seeds: tuple[int, int]) -> None:
+        super().__init__()
+        self.seeds = seeds
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        generator = torch.Generator().manual_seed(self.seeds[self.trainer.global_rank])
+        return DataLoader(super().train_dataloader().dataset, 4, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "words"),
+    [((1, 1), "processes 0 and 1 load the same batches"), ((1, 2), "an epoch loads 48 samples, and 24 in one process")],
+)
+def test_processes_that_load_the_same_samples_are_not_equal(seeds: tuple[int, int], words: str) -> None:
+    verdict = cnnstrategies.verify(Module(), Repeated(seeds), "ddp", steps=3, use_distributed_sampler=False)
+    assert not verdict.equal
+    assert words in str(verdict)
+
+
 class Stream(IterableDataset[Any]):
     """Stream of every k-th sample of a data set, beginning with the sample of this rank."""
 
