@@ -15,18 +15,20 @@ def joined(parts: Sequence[Any]) -> Any:
     Args:
         parts: Batches of the ranks, with equal structures. A batch consists of tensors with samples as their first
             dimension, lists with an item for each sample (such as file names, or the boxes of each image), and mappings
-            and tuples of such tensors and lists.
+            and tuples of such tensors and lists. A tensor that does not have one row for each sample and is equal on
+            all ranks, such as class weights, is part of the joined batch once.
 
     Raises:
-        ConfigurationError: A batch contains a value of an unsupported type.
+        ConfigurationError: A batch contains a value of an unsupported type, or a tensor whose rows do not belong to
+            samples and differ between the ranks.
     """
     return parts[0] if len(parts) == 1 else _joined(parts, [_count(part) for part in parts])
 
 
 def _joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
     first = parts[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return torch.cat(list(parts))
+    if isinstance(first, Tensor):
+        return _joined_tensors(parts, counts)
     if isinstance(first, Mapping):
         fields = {name: _joined([part[name] for part in parts], counts) for name in first}
         return type(first)(fields)  # type: ignore[call-arg]
@@ -41,6 +43,22 @@ def _joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
         f"a batch contains a {type(first).__name__}, and the ranks' values cannot be combined into one batch: use "
         "tensors, or lists, tuples and mappings of tensors; a number or text must be equal on all ranks"
     )
+
+
+def _joined_tensors(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    first = parts[0]
+    if not first.ndim or len(first) != counts[0]:
+        if all(torch.equal(part, first) for part in parts):
+            return first
+        # A batch may have several rows for each sample, such as two views of each image.
+        pairs = zip(parts, counts, strict=True)
+        if not first.ndim or any(len(part) * counts[0] != len(first) * count for part, count in pairs):
+            raise ConfigurationError(
+                f"a batch of {counts[0]} samples contains a tensor of shape {tuple(first.shape)} that differs between "
+                "the ranks, so the ranks' tensors cannot be combined into one batch: use tensors with a row for each "
+                "sample, or lists with an item for each sample"
+            )
+    return torch.cat(list(parts))
 
 
 def _count(batch: Any) -> int:

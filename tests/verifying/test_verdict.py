@@ -98,10 +98,25 @@ def test_lists_of_tensors_are_joined_sample_by_sample(images: Any) -> None:
 
 
 def test_a_batch_that_cannot_be_joined_is_refused() -> None:
-    for part in (torch.tensor(1.0), object()):
-        with pytest.raises(ConfigurationError, match="the ranks' values cannot be combined"):
-            joined([[part], [part]])
-        assert joined([part]) is part, "the batch of a single rank needs no joining"
+    with pytest.raises(ConfigurationError, match="the ranks' values cannot be combined"):
+        joined([[object()], [object()]])
+    part = torch.tensor(1.0)
+    assert joined([part]) is part, "the batch of a single rank needs no joining"
+    images = torch.zeros(4, 2)
+    for first, second in ((torch.tensor(1.0), torch.tensor(2.0)), (torch.zeros(5, 6), torch.zeros(3, 6))):
+        with pytest.raises(ConfigurationError, match=r"a batch of 4 samples contains a tensor of shape .* differs"):
+            joined([[images, first], [images, second]])
+
+
+def test_a_tensor_without_rows_for_samples_is_joined_once_if_all_ranks_have_it() -> None:
+    first = {"x": torch.zeros(4, 2), "weights": torch.arange(3.0), "scale": torch.tensor(2.0), "views": torch.ones(8)}
+    second = {"x": torch.ones(2, 2), "weights": torch.arange(3.0), "scale": torch.tensor(2.0), "views": torch.zeros(4)}
+    both = joined([first, second])
+    assert both["weights"].tolist() == [0, 1, 2]
+    assert both["scale"].item() == 2
+    assert both["views"].tolist() == [1.0] * 8 + [0.0] * 4, "two views of each image have two rows for each sample"
+    labels = {"x": torch.zeros(2, 2), "y": torch.ones(2)}
+    assert joined([labels, labels])["y"].shape == (4,), "labels that are equal by chance belong to samples"
 
 
 def test_global_batches_are_grouped_by_the_epochs_that_loaded_them(tmp_path: Path) -> None:
