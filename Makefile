@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-cases test-optimizers test-gpu test-portable test-bounds fuzz-pipeline mutants simulate faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-cases test-optimizers test-gpu test-portable test-bounds fuzz-pipeline fuzz-spatial mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -94,6 +94,10 @@ test-bounds:
 N ?= 2000
 fuzz-pipeline: $(INSTALLED)
 	$(BIN)/python tests/pipeline/random_layouts.py $(N)
+
+# Random layers on divided images, with ranks as threads. Takes about two minutes.
+fuzz-spatial: $(INSTALLED)
+	$(BIN)/python tests/spatial/random_layers.py $(N)
 
 # First the faulty versions in tests/mutants whose tests take long. Then mutmut makes more than a thousand small changes
 # to nine modules, and the changes that no test notices are printed. Takes some minutes; MODULE=data.sampling takes only
