@@ -164,6 +164,11 @@ class StrategyFacts:
         return False
 
     @property
+    def has_layers_of_one_device(self) -> bool:
+        """Whether dropout and batch normalisation draw and measure in each step what they do on one device."""
+        return False
+
+    @property
     def ranks_per_batch(self) -> int:
         """Number of consecutive ranks that run a step together with the same batch, which counts once."""
         return 1

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -155,15 +155,22 @@ class Recorder(Checkpoint):
 
     Args:
         role: The run to record.
-        turned_off: Result of :func:`settle`: lines that describe the changed layers.
         make: Function that returns the user's training loader.
     """
 
-    def __init__(self, role: RunRole, turned_off: Sequence[str], make: Callable[[], Any]) -> None:
+    def __init__(self, role: RunRole, make: Callable[[], Any]) -> None:
         self._role = role
         self._make = make
-        self._notes: dict[str, Any] = {"ends": [], "draws": False, "turned off": turned_off}
+        self._notes: dict[str, Any] = {"ends": [], "draws": False}
         self._step = 0
+
+    def settle(self, trainer: Trainer, module: LightningModule) -> None:
+        """Change the layers that give other results under the strategy than on one device, in both runs."""
+        if self._role.of is None:
+            self._notes["settled"] = not facts_of(trainer.strategy).has_layers_of_one_device
+        else:
+            self._notes["settled"] = RunRole(self._role.of).notes["settled"]
+        self._notes["turned off"] = settle(module) if self._notes["settled"] else []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -176,13 +183,15 @@ class Recorder(Checkpoint):
         if self._role.of is None:
             keeper = _keeper(trainer)
             folder = keeper.folder = self._role.folder / str(trainer.global_rank)
-            # If every rank has the global batch, only rank 0 writes it, and all ranks draw what one device draws.
-            has_global_batches = facts_of(trainer.strategy).has_global_batches
-            keeper.writes = trainer.is_global_zero or not has_global_batches
-            keeper.keeps_generator = keeper.writes and has_global_batches
+            # One of the ranks that have the same batch writes it. If every rank has the global batch, all ranks draw
+            # what one device draws.
+            facts = facts_of(trainer.strategy)
+            keeper.writes = has_batch = trainer.global_rank % facts.ranks_per_batch == 0
+            if facts.has_global_batches:
+                keeper.writes = keeper.keeps_generator = trainer.is_global_zero
             loader = trainer.train_dataloader
             folder.mkdir(parents=True)
-            if getattr(loader, "loads", True):
+            if has_batch and getattr(loader, "loads", True):
                 loaded = {"drawn": drawn_samples(loader), "count": epoch_samples(getattr(loader, "loader", loader))}
                 (folder / LOADED).write_text(json.dumps(loaded))
         else:

@@ -21,7 +21,7 @@ from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.processes import temporary_folder
 from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, same_batches, samples
-from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
+from cnnstrategies.verifying.recorder import END, Recorder, RunRole
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
 # Pattern for a ConfigurationError in a run's output. The error message ends at an empty line.
@@ -65,7 +65,8 @@ def verify(
 
     Both runs start from the module's current weights, and use the module's own hooks, optimizers and schedules. They
     train in float64, or in float32 if the module cannot be trained in float64. Dropout is turned off, and batch
-    normalisation uses its running statistics. The run on one device trains on global batches, which are joined from the
+    normalisation uses its running statistics, except under a strategy whose layers draw and measure what they do on one
+    device. The run on one device trains on global batches, which are joined from the
     batches that the ranks have loaded.
 
     Both runs are forked from this process. Call this function before this process trains a network or uses a GPU.
@@ -93,7 +94,6 @@ def verify(
     def train(role: RunRole) -> None:
         seed_everything(0, verbose=False)
         alone = role.of is not None
-        turned_off = settle(module)
         batches = role.batches() if alone else data
         fit_arguments: dict[str, Any] = {"train_dataloaders": batches}
         make = data.train_dataloader if isinstance(data, LightningDataModule) else lambda: data
@@ -117,13 +117,14 @@ def verify(
             settings |= {"devices": devices, "strategy": strategy}
         kept_callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
         keeper = BatchKeeper() if role.single else DoubleBatchKeeper()
-        recorder = Recorder(role, turned_off, make)
+        recorder = Recorder(role, make)
         fitting = Trainer(plugins=[*plugins, keeper], callbacks=[*kept_callbacks, recorder], **settings)
         if not alone and fitting.strategy.launcher is not None and not ranks_are_children(fitting.strategy.launcher):
             kind = type(fitting.strategy)
             raise ConfigurationError(
                 f"strategy={kind.__name__}: {FORK_OPTION if accepts_start_method(kind) else FORKS}"
             )
+        recorder.settle(fitting, module)
         with ranks_meet(fitting.strategy):
             fitting.fit(module, **fit_arguments)
 

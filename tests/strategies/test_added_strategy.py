@@ -96,6 +96,7 @@ def test_lightnings_strategies_and_subclasses_have_the_facts_of_their_class() ->
         **dict.fromkeys(("pipeline", "traffic", "membership"), None),
         **dict.fromkeys(("connects_hosts", "compiles_network", "shards_parameters", "joined_late"), False),
         "has_global_batches": False,
+        "has_layers_of_one_device": False,
         "gradient_buckets": 0.0,
         "predicted_peaks": (),
         "lighter_plans": (),

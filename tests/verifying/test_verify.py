@@ -72,6 +72,14 @@ def test_a_verdict_of_equality_lists_what_was_compared(strategy: str) -> None:
         assert "they cover only rank 0's batches: loss, metric_step (set sync_dist=True)" in text
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_divided_images_are_compared_with_the_statistics_and_draws_of_a_step(devices: int) -> None:
+    verdict = cnnstrategies.verify(Module(), Data(), "spatial", devices=devices, steps=3)
+    assert verdict.equal, verdict
+    assert ("dropout is off" in str(verdict)) == (devices == 4), "two groups draw their own numbers"
+    assert f"3 on {12 * devices // 2} samples" in str(verdict)
+
+
 class Divided(Data):
     """Data whose loader divides the samples itself, among a number of processes."""
 

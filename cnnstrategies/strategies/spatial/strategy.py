@@ -290,6 +290,11 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
 
     @property
     @override
+    def has_layers_of_one_device(self) -> bool:
+        return self.replicas == 1
+
+    @property
+    @override
     def ranks_per_batch(self) -> int:
         return self.parts
 
