@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -12,36 +11,16 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 
 
-class MeasuredPipeline(Protocol):
-    """A pipeline whose spans can be measured.
+class TaskTimes:
+    """Reports the spans of a rank's stage to watchers, and runs stopwatches.
 
     Attributes:
         device: Device of this rank's stage.
         watchers: Functions that are called with each span. Without watchers no times are measured. On a GPU, measuring
             a span synchronises the device at its start and at its end.
         clocks: Stopwatches, by the kind of the spans that they measure, or ``loss`` for the loss of a microbatch.
-            Starting and stopping them must not wait for the device.
-        forward_has_loss: Whether a forward of the last stage contains the computation of the loss.
-    """
-
-    device: torch.device
-    watchers: list[Callable[[Span], None]]
-    clocks: dict[str, list[Clock]]
-    forward_has_loss: bool
-
-    @property
-    def placement(self) -> Placement:
-        """Numbering of the ranks, and the microbatches of each rank."""
-
-
-class TaskTimes:
-    """Reports the spans of a rank's stage to watchers, and runs stopwatches.
-
-    Attributes:
-        device: See `MeasuredPipeline`.
-        watchers: See `MeasuredPipeline`.
-        forward_has_loss: See `MeasuredPipeline`.
-        clocks: See `MeasuredPipeline`. The stopwatches run only in calls of the network whose backward follows.
+            Starting and stopping them must not wait for the device. The stopwatches run only in calls of the network
+            whose backward follows.
 
     Args:
         transport: Connections of this rank.
@@ -51,7 +30,6 @@ class TaskTimes:
         self.device = transport.device
         self.watchers: list[Callable[[Span], None]] = []
         self.clocks: dict[str, list[Clock]] = {}
-        self.forward_has_loss = False
         self._transport = transport
 
     @property

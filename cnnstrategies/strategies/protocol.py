@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from cnnstrategies.paramserver.membership import Membership
     from cnnstrategies.paramserver.worker.connections import Counters
-    from cnnstrategies.pipeline.task_times import MeasuredPipeline
+    from cnnstrategies.pipeline.task_times import TaskTimes
     from cnnstrategies.planning.lighter import LighterPlan
     from cnnstrategies.planning.memory import PeakMemory
     from cnnstrategies.shares import Deals
@@ -281,7 +281,7 @@ class StrategyFacts:
         return "replica"
 
     @property
-    def pipeline(self) -> "MeasuredPipeline | None":
+    def pipeline(self) -> "TaskTimes | None":
         """The pipeline that runs the network's stages, and whose spans can be measured.
 
         The value is None for a strategy without stages, and before `setup`.

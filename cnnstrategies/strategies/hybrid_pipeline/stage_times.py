@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from cnnstrategies.models.samples import count_samples
-from cnnstrategies.pipeline.task_times import MeasuredPipeline, TaskTimes
+from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timetable import KINDS
 from cnnstrategies.placed import Places
 from cnnstrategies.strategies.gathering import GatherRows
@@ -32,7 +32,7 @@ class StageTimes(Callback):
         gather: Function that returns the numbers of all ranks.
     """
 
-    def __init__(self, pipeline: MeasuredPipeline, recut: Recutter | None, gather: GatherRows) -> None:
+    def __init__(self, pipeline: TaskTimes, recut: Recutter | None, gather: GatherRows) -> None:
         self._pipeline = pipeline
         self._recut = recut
         self._gather = gather
@@ -69,10 +69,9 @@ class StageTimes(Callback):
         stages = [[rows[rank] for rank in placement.ranks(stage)] for stage in range(placement.stages)]
         took = [mean(forward + backward for forward, backward, _ in ranks) for ranks in stages]
         loss = mean(of_rank for *_, of_rank in stages[-1])
-        if not self._pipeline.forward_has_loss:
-            took[-1] += loss
-        better = recut(samples, [*took[:-1], took[-1] - loss], loss)
+        better = recut(samples, took, loss)
         if better is not None:
+            took[-1] += loss
             # A class path is accepted even if the configuration names the strategy by its registered name.
             module = "" if strategy.__module__.startswith("cnnstrategies.") else f"{strategy.__module__}."
             line = {"class_path": module + strategy.__qualname__, "init_args": {"cuts": better.cuts}}

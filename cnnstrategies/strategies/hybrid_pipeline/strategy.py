@@ -19,7 +19,7 @@ from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage_runner import StageRunner
-from cnnstrategies.pipeline.task_times import MeasuredPipeline
+from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.strategies.hybrid_pipeline.balancing import use_shares
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.checks import placement_for
@@ -256,7 +256,7 @@ class HybridPipelineStrategy(PipelineStrategy):
 
     @property
     @override
-    def pipeline(self) -> MeasuredPipeline | None:
+    def pipeline(self) -> TaskTimes | None:
         """The times of this rank's stage; None outside of a run."""
         return None if self._values is None else self._divided.placed.runner.times
 
