@@ -12,6 +12,7 @@ Files for both ways:
   (pictures).
 - Messages: `transport` (connections of a rank), `channels` and `tensor_headers` (messages of a stage), `gradients`
   (sums in buckets).
+- Tasks: `task_times` (runs and measures a rank's tasks).
 - Tracing: `tracing` (graph and cuts), `leaf_tracer` and `open_tracer` (which modules are opened), `whole_modules` (why
   others are not), `own_code`, `outside_reads` and `graph_checks` (what a graph must not lose), `untouched` (tracing
   leaves no trace), `node_uses` (tensors that nodes use).
@@ -27,7 +28,7 @@ Files for the user's own program:
   `part_gradients`, `call_sums` and `early_sums` (sums over the replicas), `second_forward`, `recomputed_forward` and
   `repeated_forward` (recomputation with stages and without them, and its checks),
   `double_backward`, `random_draws`, `ready_order` (of gradient hooks), `known_forms` (what ranks remember of calls),
-  `task_times`, `disk_memory`.
+  `disk_memory`.
 - Values that forwards store: `stored_terms` (all calls), `stored_watch`, `module_states`, `watched`, `noted_contents`,
   `outside_variables` and `noted_state` (find and undo them), `storing_code` (who may store), `saved_copies`,
   `first_forward` (parameters that are set), `microbatch_terms`, `term_rules`, `combining`, `batch_terms` and

@@ -1,7 +1,7 @@
 """`Pipeline`, which trains one stage of a network on each rank. It can also be used in scripts without Lightning."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from cnnstrategies.pipeline.engine_step import Step
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.stage import check_backend, divide
-from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.quantities import Duration, as_timedelta
@@ -124,7 +124,8 @@ class Pipeline:
         if compile_backend is not None:
             self.module.compile(backend=compile_backend, dynamic=False)
         self.loss_sum = torch.zeros((), device=self.device)
-        self.watchers: list[Callable[[Span], None]] = []
+        self.times = TaskTimes(self.transport)
+        self.watchers = self.times.watchers
         self.gatherer = OutputGatherer(self.transport)
 
     @property

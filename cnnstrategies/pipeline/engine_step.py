@@ -1,9 +1,7 @@
 """Run one batch on a rank: run the rank's tasks, and hold what each microbatch needs until its backward."""
 
-import math
-import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from cnnstrategies.pipeline.engine_batch import Batch
 from cnnstrategies.pipeline.engine_loss import MeanLoss
 from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import Images
-from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.task_times import run_tasks
 from cnnstrategies.pipeline.timetable import Task
 
 if TYPE_CHECKING:
@@ -124,19 +122,7 @@ class Step:
         self.channels.finish()
 
     def _run(self, tasks: Sequence[Task], run: Callable[[Task], None]) -> None:
-        """Run tasks in order, and begin sends and receives before the first task and after each task."""
-        channels, ahead, transport = self.channels, self.pipeline.ahead, self.pipeline.transport
-        channels.plan(tasks, self._size)
-        times = [*map(channels.turn, tasks), *[math.inf] * (ahead + 1)]
-        channels.exchange(times[0], times[ahead])
-        for index, task in enumerate(tasks):
-            try:
-                run(task)
-                with self.timed("send", task.microbatch):
-                    channels.exchange(times[index + 1], times[index + 1 + ahead])
-            except Exception as error:
-                error.add_note(f"in {transport.me}: {task.kind} of microbatch {task.microbatch}")
-                raise
+        run_tasks(self.channels, tasks, self._size, self.pipeline.ahead, run, self.timed)
 
     def _infer(self, task: Task) -> None:
         microbatch, size = task.microbatch, self._size(task.microbatch)
@@ -274,31 +260,9 @@ class Step:
     def _named(self, outputs: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self.channels.graph.outputs, outputs, strict=True))
 
-    @contextmanager
-    def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        """Report the execution of the code inside the context as a span of a training step.
-
-        The span is reported to the pipeline's watchers. If the pipeline has no watchers, the times at which the span
-        starts and ends are not measured.
-
-        Args:
-            kind: Kind of the span.
-            microbatch: The microbatch; None if the span belongs to the whole step.
-        """
-        pipeline = self.pipeline
-        watchers = pipeline.watchers if self.loss is not None else []
-        start = self._now() if watchers else 0.0
-        yield
-        if not watchers:
-            return
-        span = Span(pipeline.rank, kind, pipeline.place.stage, microbatch, start, self._now())
-        for watcher in watchers:
-            watcher(span)
-
-    def _now(self) -> float:
-        if self.pipeline.device.type == "cuda":
-            torch.cuda.synchronize(self.pipeline.device)
-        return time.time()  # All ranks on a machine share this clock, so the times of their spans can be compared.
+    def timed(self, kind: str, microbatch: int | None) -> AbstractContextManager[None]:
+        """Return a context for the code of a span; see `TaskTimes.timed`. Nothing is measured in an evaluation."""
+        return nullcontext() if self.loss is None else self.pipeline.times.timed(kind, microbatch)
 
 
 def check_rows(outputs: Any, samples: int) -> None:

@@ -1,6 +1,5 @@
 """Run this rank's stage of a divided network: its tasks in order, its messages, buffers and stored values."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.stored_watch import WatchState
 from cnnstrategies.pipeline.storing_code import any_may_store, function_may_store
-from cnnstrategies.pipeline.task_times import TaskTimes
+from cnnstrategies.pipeline.task_times import TaskTimes, run_tasks
 from cnnstrategies.pipeline.timetable import KINDS, SCHEDULES, Checkpointing, Kind, Placement, Schedule, Task, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
@@ -260,18 +259,8 @@ class StageRunner:
         """
         self._plan()
         tasks = [task for task in self._tasks[schedule] if task.kind in kinds and sizes[task.microbatch]]
-        turn = self.channels.turn = self._turns[schedule]
-        self.channels.plan(tasks, key)
-        times = [*map(turn, tasks), *[math.inf] * (self.ahead + 1)]
-        self.channels.exchange(times[0], times[self.ahead])
-        for index, task in enumerate(tasks):
-            try:
-                run(task)
-                with self.times.timed("send", task.microbatch):
-                    self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
-            except Exception as error:
-                error.add_note(f"in {self.transport.me}: {task.kind} of microbatch {task.microbatch}")
-                raise
+        self.channels.turn = self._turns[schedule]
+        run_tasks(self.channels, tasks, key, self.ahead, run, self.times.timed)
         with self.times.timed("send"):
             self.channels.finish()
 

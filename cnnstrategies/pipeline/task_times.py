@@ -1,13 +1,15 @@
-"""Measure the spans of a rank's steps: what the rank does in its stage, and for how long."""
+"""Run a rank's tasks in order, and measure the spans of its steps: what the rank does in its stage, for how long."""
 
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.timeline import Clock, Span
-from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.timetable import Placement, Task
 from cnnstrategies.pipeline.transport import Transport
 
 
@@ -75,3 +77,35 @@ class TaskTimes:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.time()  # All ranks on a machine share this clock, so the times of their spans can be compared.
+
+
+def run_tasks(
+    channels: Channels,
+    tasks: Sequence[Task],
+    size: Callable[[int], Hashable],
+    ahead: int,
+    run: Callable[[Task], None],
+    timed: Callable[[str, int], AbstractContextManager[object]],
+) -> None:
+    """Run tasks in order, and begin sends and receives before the first task and after each task.
+
+    Args:
+        channels: The messages of this rank's stage.
+        tasks: Tasks of the rank.
+        size: Function that returns the size key of a microbatch; see `Channels.plan`.
+        ahead: Number of turns before a task at which the receive of the task's message begins; see
+            :data:`~cnnstrategies.pipeline.channels.AHEAD`.
+        run: Function that runs a task.
+        timed: Function of a kind and a microbatch that returns a context for the code of a span.
+    """
+    channels.plan(tasks, size)
+    times = [*map(channels.turn, tasks), *[math.inf] * (ahead + 1)]
+    channels.exchange(times[0], times[ahead])
+    for index, task in enumerate(tasks):
+        try:
+            run(task)
+            with timed("send", task.microbatch):
+                channels.exchange(times[index + 1], times[index + 1 + ahead])
+        except Exception as error:
+            error.add_note(f"in {channels.transport.me}: {task.kind} of microbatch {task.microbatch}")
+            raise
