@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
-from cnnstrategies.pipeline.leaf_tracer import network_inputs
+from cnnstrategies.pipeline.network_inputs import network_inputs
 from cnnstrategies.pipeline.whole_batch import tensors_in
 from cnnstrategies.placed.messages import RefusedError
 

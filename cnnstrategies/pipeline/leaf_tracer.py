@@ -1,6 +1,5 @@
 """The tracer that determines which modules of a network can be opened, and which run as a whole."""
 
-import inspect
 import math
 import sys
 import threading
@@ -18,9 +17,9 @@ from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_flat
 
 from cnnstrategies._torch_private import applied_functions, has_hooks, is_checkpoint, with_functions
 from cnnstrategies.codec import with_fields
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes, keys_of, with_keys
+from cnnstrategies.pipeline.network_inputs import network_inputs
 from cnnstrategies.pipeline.own_code import OwnCode
 from cnnstrategies.pipeline.whole_modules import (
     DependsOnValuesError,
@@ -450,26 +449,3 @@ def is_of_attributes(node: fx.Node) -> bool:
     if node.op == "get_attr":
         return True
     return bool(node.all_input_nodes) and all(map(is_of_attributes, node.all_input_nodes))
-
-
-def network_inputs(network: nn.Module) -> list[str]:
-    """Return the names of the tensors that a network's forward takes.
-
-    The arguments without a default are assumed to be tensors. If all arguments have a default, only the first argument
-    is assumed to be a tensor.
-
-    Raises:
-        ConfigurationError: An argument without a default is keyword-only.
-    """
-    arguments = list(inspect.signature(network.forward).parameters.values())
-    needed = [
-        argument
-        for argument in arguments
-        if argument.default is argument.empty and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
-    ]
-    if any(argument.kind is argument.KEYWORD_ONLY for argument in needed):
-        raise ConfigurationError(
-            f"{type(network).__name__}.forward takes the argument {needed[-1].name!r} by keyword only: a network that "
-            "is cut into stages takes its tensors by position; remove the * before the argument"
-        )
-    return [argument.name for argument in needed] or [argument.name for argument in arguments[:1]] or ["images"]

@@ -17,7 +17,7 @@ from cnnstrategies._torch_private import put_buffer, writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.generator_states import GeneratorStates
-from cnnstrategies.pipeline.leaf_tracer import network_inputs
+from cnnstrategies.pipeline.network_inputs import as_images, inputs_of_call, network_inputs
 from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.repeated_forward import check_parameters, differ, some_elements, versions_of
 from cnnstrategies.pipeline.stage import IMAGES
@@ -106,17 +106,10 @@ class RecomputedForward:
 
     def _images(self, args: Any, kwargs: Any) -> Any:
         """Return the network's inputs, a tuple if there are several; None if the call is of another kind."""
-        arguments = self.__signature__.bind(*args, **kwargs).arguments
-        inputs = []
-        for name in self._inputs:
-            value = arguments.pop(name, None)
-            inputs.append(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
-        options = {name: self.__signature__.parameters[name].default for name in arguments}
-        if any(isinstance(value, Tensor) or value != options[name] for name, value in arguments.items()):
+        inputs, has_others = inputs_of_call(self.__signature__, self._inputs, args, kwargs)
+        if has_others or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(inputs)):
             return None
-        if not all(isinstance(leaf, Tensor) for value in inputs for leaf in tree_leaves(value)):
-            return None
-        return inputs[0] if len(inputs) == 1 else tuple(inputs)
+        return as_images(inputs)
 
     def for_copy(self, network: nn.Module) -> "RecomputedForward":
         """Return the ``forward`` of a copy of the network, which computes activations again as well."""

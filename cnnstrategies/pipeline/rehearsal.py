@@ -16,7 +16,7 @@ from cnnstrategies.pipeline.combining import is_near, is_number, is_same
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.generator_states import GeneratorStates
-from cnnstrategies.pipeline.leaf_tracer import network_inputs
+from cnnstrategies.pipeline.network_inputs import network_inputs
 from cnnstrategies.pipeline.stage import IMAGES, copy_value
 from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.untouched import Untouched

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import Images
+from cnnstrategies.pipeline.network_inputs import network_inputs
 from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.pipeline.tracing import seals, trace_open
 from cnnstrategies.planning.costs import Profile
@@ -18,7 +18,7 @@ from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_bytes import META, bytes_of
 from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, replica_peak, shared_slices
 from cnnstrategies.planning.recompute import recomputed_peak
-from cnnstrategies.strategies.hybrid_pipeline.example_inputs import as_given
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import given_inputs
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -98,10 +98,10 @@ def _replica_peaks(trainer: Trainer, module: LightningModule, samples: int) -> l
 
 def _inputs(module: LightningModule, network: nn.Module) -> Images | None:
     """Return inputs of a network whose shapes are known without a look at the data, which may have effects."""
-    names, example = network_inputs(network), module.example_input_array
-    arrays = example if isinstance(example, tuple) else (example,)
-    if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
-        return as_given(arrays)
+    names = network_inputs(network)
+    images = given_inputs(module, names)
+    if images is not None:
+        return images
     shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
     return torch.empty(2, *shape, device=META) if shape is not None and len(names) == 1 else None
 

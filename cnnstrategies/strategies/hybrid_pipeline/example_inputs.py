@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies._lightning_private import first_loader
 from cnnstrategies._torch_private import hook_tables
-from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU, Images
-from cnnstrategies.strategies.hybrid_pipeline.network import module_at, only
+from cnnstrategies.pipeline.network_inputs import as_images, inputs_of_call, network_inputs
+from cnnstrategies.strategies.hybrid_pipeline.network import module_at
 from cnnstrategies.strategies.module_copies import NoCollectives, muted_copy, same_random_numbers, tensors_stay
 
 STEPS: dict[TrainerFn | None, str] = {
@@ -42,10 +42,9 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
     """
     size = max(2, size)
     names = network_inputs(module_at(module, path))
-    example = module.example_input_array
-    arrays: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
-    if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
-        return repeated(as_given(arrays), size)
+    images = given_inputs(module, names)
+    if images is not None:
+        return repeated(images, size)
     shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
     with same_random_numbers(CPU):
         if shape is not None and len(names) == 1:
@@ -58,7 +57,15 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
         arguments = arguments_of_call(module, path, step, batch)
     if arguments is None or not all(map(_has_tensors_only, arguments)):
         return None
-    return as_given(arguments)
+    return as_images(arguments)
+
+
+def given_inputs(module: LightningModule, names: Sequence[str]) -> Images | None:
+    """Return a module's ``example_input_array``, if it has a tensor for each input of the network; else None."""
+    example = module.example_input_array
+    arrays: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    is_complete = len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays)
+    return as_images(arrays) if is_complete else None
 
 
 def _has_tensors_only(argument: Any) -> bool:
@@ -72,12 +79,6 @@ def is_attached(module: LightningModule) -> bool:
         return module.trainer is not None
     except RuntimeError:
         return False
-
-
-def as_given(images: Sequence[Any]) -> Images:
-    """Return images as a network takes them: a tuple if the network takes several."""
-    arguments: Images = images[0] if len(images) == 1 else tuple(images)
-    return arguments
 
 
 def on_device_of(network: nn.Module, images: Images) -> Images:
@@ -157,7 +158,6 @@ def arguments_of_call(module: LightningModule, path: str, step: str, batch: Any)
         return None
     args, kwargs = calls[-1]
     try:
-        bound = inspect.signature(network.forward).bind(*args, **kwargs)
+        return inputs_of_call(inspect.signature(network.forward), network_inputs(network), args, kwargs)[0]
     except TypeError:
         return None
-    return [only(bound.arguments.get(name)) for name in network_inputs(network)]

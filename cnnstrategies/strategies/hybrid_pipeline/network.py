@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import has_own_forward
-from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
+from cnnstrategies.pipeline.network_inputs import as_images, inputs_of_call, network_inputs
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage_runner import StageRunner
 
@@ -118,18 +118,14 @@ class DividedForward:
 
     def _images(self, args: Any, kwargs: Any) -> Any:
         """Return the network's inputs, a tuple if there are several; None if the call is of another kind."""
-        arguments = self._signature.bind(*args, **kwargs).arguments
-        inputs = [only(arguments.pop(name, None)) for name in self._inputs]
-        options = {name: self._signature.parameters[name].default for name in arguments}
-        if any(isinstance(value, Tensor) or value != options[name] for name, value in arguments.items()):
-            return None
+        inputs, has_others = inputs_of_call(self._signature, self._inputs, args, kwargs)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        if any(value is None for value in inputs) or not tensors:
+        if has_others or any(value is None for value in inputs) or not tensors:
             return None
         rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
         if len(rows) > 1 or not rows.pop():
             return None
-        return inputs[0] if len(inputs) == 1 else tuple(inputs)
+        return as_images(inputs)
 
     def _has_replaced_parameters(self) -> bool:
         """Whether other tensors are in the places of parameters, as during `torch.func.functional_call`."""
@@ -139,11 +135,6 @@ class DividedForward:
         has_replaced = not all(isinstance(parameter, nn.Parameter) for parameter in self.network.parameters())
         self._parameters = None if has_replaced else parameters
         return has_replaced
-
-
-def only(value: Any) -> Any:
-    """Return an argument; of a variable number of arguments, the only one."""
-    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
