@@ -5,16 +5,16 @@ the batch. The sums of the parameters' gradients are kept until the backward of 
 gradients, the whole call can run again.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cnnstrategies._torch_private import writes
 from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Task
-from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
+from cnnstrategies.pipeline.whole_batch import CallArguments, WholeBatch, tensors_in
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -29,27 +29,17 @@ class InterleavedBatch(WholeBatch):
 
     Args:
         runner: The runner of the stage.
-        images: See `StageRunner.begin`.
-        samples: See `StageRunner.begin`.
-        form: See `StageRunner.begin`. A batch of this form must have run before.
+        call: The arguments of the call. A batch of its form must have run before.
         gradients: See `GradientsOfResults`.
     """
 
     interleaves = True
 
-    def __init__(
-        self,
-        runner: "StageRunner",
-        images: Any,
-        samples: int,
-        form: Hashable,
-        gradients: GradientsOfResults,
-    ) -> None:
+    def __init__(self, runner: "StageRunner", call: CallArguments, gradients: GradientsOfResults) -> None:
         self._gradients_of = gradients
         self.early, runner.early = runner.early, None
-        self._arguments = (images, samples, form, runner.microbatches)
         self._salt, self._drawn = runner.unseen_draws, {*runner.drawn}
-        super().__init__(runner, images, samples, True, form, False, runner.microbatches)
+        super().__init__(runner, call._replace(in_order=False, checkpointing=None), runner.microbatches)
 
     def _run_forwards(self) -> None:
         self._versions = self._current_versions()
@@ -102,7 +92,7 @@ class InterleavedBatch(WholeBatch):
         these are afterwards what they were before this method.
 
         Args:
-            checkpointing: See `StageRunner.begin`.
+            checkpointing: See `CallArguments`.
 
         Raises:
             RuntimeError: A parameter or the images have changed since the call.
@@ -112,10 +102,10 @@ class InterleavedBatch(WholeBatch):
                 "a parameter or the images were changed in place between the network's forward and the backward: call "
                 "the optimizer's step after all backwards, and change a copy of the images"
             )
-        images, samples, form, parts = self._arguments
+        call = self._call._replace(checkpointing=checkpointing)
 
         def run() -> WholeBatch:
-            return RepeatedBatch(self._runner, images, samples, True, form, False, parts, checkpointing)
+            return RepeatedBatch(self._runner, call, self._runner.microbatches)
 
         with self._conditions():
             return run() if self._state is None else self._state.run(run)[0]

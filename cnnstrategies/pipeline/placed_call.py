@@ -20,7 +20,7 @@ from cnnstrategies.pipeline.random_draws import PassedStates, advance
 from cnnstrategies.pipeline.ready_order import in_order
 from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.tensor_headers import TensorHeader
-from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
+from cnnstrategies.pipeline.whole_batch import CallArguments, WholeBatch, tensors_in
 from cnnstrategies.placed.messages import RefusedError
 
 if TYPE_CHECKING:
@@ -115,9 +115,8 @@ class PlacedCall:
             images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
             # A layer may begin to draw later, as a dropout whose probability grows.
             in_order = form is None or self.needs_gradient or bool(form.drawn)
-            batch = self.network.begin(
-                images, samples, self.needs_gradient, self._key, in_order, gradients, checkpointing
-            )
+            call = CallArguments(images, samples, self.needs_gradient, self._key, in_order, checkpointing)
+            batch = self.network.begin(call, gradients)
         self._batch = batch
         names = [name for name in self.parameters if self.network.division.owner[name] == runner.stage]
         order = [names[index] for index in runner.ready_orders.get(self._key, ())]

@@ -22,7 +22,7 @@ from cnnstrategies.pipeline.storing_code import forget_verdicts, has_users_hook
 from cnnstrategies.pipeline.term_reports import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.timetable import Checkpointing
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.pipeline.whole_batch import CallArguments, WholeBatch
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.placing import place_tensors
 
@@ -176,32 +176,23 @@ class PlacedNetwork:
         """Whether code inside of the network, such as a hook of a module, may read gradients of parameters."""
         return any(has_users_hook(module) or "grad" in _names_in(type(module).forward) for module in self._modules)
 
-    def begin(
-        self,
-        images: Any,
-        samples: int,
-        needs_gradient: bool,
-        form: Hashable,
-        in_order: bool,
-        gradients: GradientsOfResults | None = None,
-        checkpointing: Checkpointing | None = None,
-    ) -> WholeBatch:
+    def begin(self, call: CallArguments, gradients: GradientsOfResults | None) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
 
         The arguments are those of `StageRunner.begin`.
         """
-        if form not in self._whole:
+        if call.form not in self._whole:
             try:
-                return self.runner.begin(images, samples, needs_gradient, form, in_order, gradients, checkpointing)
+                return self.runner.begin(call, gradients)
             except NeedsOneMicrobatchError as error:
                 if not error.is_once:
-                    self._whole.add(form)
+                    self._whole.add(call.form)
                     self._leave_statistics(error.reason)
                     self.one_microbatch = (
                         f"{error.reason}, so the network runs batches as one microbatch, and only one of its "
                         f"{self.division.stages} stages computes at a time"
                     )
-        return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
+        return self.runner.begin(call._replace(checkpointing=None), whole=True)
 
     def _leave_statistics(self, reason: str) -> None:
         """Run BatchNorm layers that are called several times as other layers, if this is the reason to do so."""

@@ -20,7 +20,7 @@ from cnnstrategies.pipeline.storing_code import any_may_store, function_may_stor
 from cnnstrategies.pipeline.task_times import TaskTimes, run_tasks
 from cnnstrategies.pipeline.timetable import KINDS, SCHEDULES, Checkpointing, Kind, Placement, Schedule, Task, turns
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.pipeline.whole_batch import CallArguments, WholeBatch
 from cnnstrategies.placed import Places
 
 SCHEDULE: Schedule = "gpipe"
@@ -196,30 +196,14 @@ class StageRunner:
         return [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
 
     def begin(
-        self,
-        images: Any,
-        samples: int,
-        needs_gradient: bool,
-        form: Hashable = None,
-        in_order: bool = True,
-        gradients: GradientsOfResults | None = None,
-        checkpointing: Checkpointing | None = None,
-        whole: bool = False,
+        self, call: CallArguments, gradients: GradientsOfResults | None = None, whole: bool = False
     ) -> WholeBatch:
-        """Run all forwards of a batch. All ranks must call this, with equal arguments except the images.
+        """Run all forwards of a batch. All ranks must call this.
 
         Args:
-            images: In the first stage, the images (n, C, H, W), or nested containers of tensors with n rows. Ignored in
-                other stages.
-            samples: Number n of samples.
-            needs_gradient: Whether the batch's backward follows, see :meth:`WholeBatch.backward`.
-            form: Key that is equal for batches whose values in the network have equal shapes and dtypes.
-            in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
-                microbatch; see `Draws`.
+            call: The arguments of the call.
             gradients: Function that returns the gradients of a microbatch's results; called in the last stage. With it,
                 all backwards run as well, in the order 1F1B.
-            checkpointing: Which forwards run again for the backward, if ``gradients`` is None; by default
-                :attr:`activation_checkpointing`.
             whole: Whether the batch is one microbatch.
 
         Raises:
@@ -230,13 +214,12 @@ class StageRunner:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
-        if needs_gradient:
+        if call.needs_gradient:
             self.schedule = SCHEDULE if gradients is None else "1f1b"
         if gradients is not None:
-            batch: WholeBatch = InterleavedBatch(self, images, samples, form, gradients)
+            batch: WholeBatch = InterleavedBatch(self, call, gradients)
         else:
-            parts = 1 if whole else self.microbatches
-            batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
+            batch = WholeBatch(self, call, 1 if whole else self.microbatches)
         self.sizes = batch.sizes
         return batch
 

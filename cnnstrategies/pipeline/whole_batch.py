@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +28,35 @@ if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
 
 
+class CallArguments(NamedTuple):
+    """Arguments of a call of a divided network. They are equal on all ranks, except for the images.
+
+    Attributes:
+        images: In the first stage, the images (n, C, H, W), or nested containers of tensors with n rows. Ignored in
+            other stages.
+        samples: Number n of samples.
+        needs_gradient: Whether the batch's backward follows, see :meth:`WholeBatch.backward`.
+        form: Key that is equal for batches whose values in the network have equal shapes and dtypes.
+        in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
+            microbatch; see `Draws`.
+        checkpointing: Which forwards run again for the backward; by default `StageRunner.activation_checkpointing`.
+    """
+
+    images: Any
+    samples: int
+    needs_gradient: bool
+    form: Hashable = None
+    in_order: bool = True
+    checkpointing: Checkpointing | None = None
+
+
 class WholeBatch:
     """One call of a divided network with a whole batch.
 
-    The arguments are those of `StageRunner.begin`, and the largest number of microbatches.
+    Args:
+        runner: The runner of the stage.
+        call: The arguments of the call.
+        parts: Largest number of microbatches.
 
     Attributes:
         rows: The rows of the batch that each microbatch contains.
@@ -56,28 +81,19 @@ class WholeBatch:
     early: EarlySums | None = None
     adds_to_grad = False
 
-    def __init__(
-        self,
-        runner: "StageRunner",
-        images: Any,
-        samples: int,
-        needs_gradient: bool,
-        form: Hashable,
-        in_order: bool,
-        parts: int,
-        checkpointing: Checkpointing | None = None,
-    ) -> None:
-        self._runner, self._images, self._needs_gradient, self._form = runner, images, needs_gradient, form
+    def __init__(self, runner: "StageRunner", call: CallArguments, parts: int) -> None:
+        self._runner, self._call, self._images = runner, call, call.images
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._placement = runner.placement
-        self.rows = BatchRows.of(samples, runner.placement, parts, runner.usual if needs_gradient else 0)
+        usual = runner.usual if call.needs_gradient else 0
+        self.rows = BatchRows.of(call.samples, runner.placement, parts, usual)
         self.sizes = self.rows.sizes
         if runner.stage == 0:
-            self._images = tree_map(self._available, images)
+            self._images = tree_map(self._available, call.images)
         self.microbatches = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
         self.parameters = runner.parameters
-        in_order = in_order and self.rows.is_one_microbatch
+        in_order = call.in_order and self.rows.is_one_microbatch
         self.draws = Draws(runner.transport, in_order, runner.unseen_draws, frozenset(runner.drawn))
         self.backward_draws: BackwardDraws | None = None
         self.header: TensorHeader | None = None
@@ -88,16 +104,16 @@ class WholeBatch:
         self._kept: dict[int, KeptInputs] = {}
         self._is_done = False
         self.started: dict[int, Sequence[Tensor | None]] = {}
-        runner.buffers.begin(form)
+        runner.buffers.begin(call.form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
-            self.terms = runner.terms.begin(self.rows, needs_gradient, form)
-        checkpointing = checkpointing or runner.activation_checkpointing if needs_gradient else "never"
+            self.terms = runner.terms.begin(self.rows, call.needs_gradient, call.form)
+        checkpointing = call.checkpointing or runner.activation_checkpointing if call.needs_gradient else "never"
         again = {"never": 0, "except_last": -1, "always": len(self.microbatches)}[checkpointing]
         self._runs_again = frozenset(self.microbatches[:again])
         self._second: SecondForwards | None = None
         if self._runs_again:
-            self._second = SecondForwards(runner, self.draws, self.terms, self._autocast, form)
+            self._second = SecondForwards(runner, self.draws, self.terms, self._autocast, call.form)
         try:
             self._run_forwards()
             if names := runner.buffers.called_often:
@@ -355,20 +371,20 @@ class WholeBatch:
         return TensorSpec(like.shape, like.dtype, False, memory_format_of(like)).empty(like.device).zero_()
 
     def _key(self, microbatch: int) -> Hashable:
-        return self.sizes[microbatch], self._needs_gradient, self._autocast, self._form
+        return self.sizes[microbatch], self._call.needs_gradient, self._autocast, self._call.form
 
     def _forward(self, microbatch: int) -> None:
         runner = self._runner
         channels, key = runner.channels, self._key(microbatch)
         runs_again = microbatch in self._runs_again
-        with torch.set_grad_enabled(self._needs_gradient):
+        with torch.set_grad_enabled(self._call.needs_gradient):
             with runner.times.timed("receive", microbatch):
                 values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
                 images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
-            timed = runner.times.timed("forward", microbatch, "forward" if self._needs_gradient else None)
+            timed = runner.times.timed("forward", microbatch, "forward" if self._call.needs_gradient else None)
             with timed, runner.buffers.microbatch(), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
@@ -382,8 +398,8 @@ class WholeBatch:
                 sent = channels.send_forward(microbatch, key, named, training=self.interleaves)
                 roots = [tensor for tensors in sent.values() for tensor in tensors]
         self.draws.pass_on(microbatch)
-        if self._needs_gradient and self._form not in runner.ready_orders:
-            runner.ready_orders[self._form] = ready_order(roots, self.parameters)
+        if self._call.needs_gradient and self._call.form not in runner.ready_orders:
+            runner.ready_orders[self._call.form] = ready_order(roots, self.parameters)
         if kept is not None and kept.have_changed:
             # This forward cannot run again, so its graph is kept. For the next forwards, copies are kept.
             kept, runner.changes_inputs = None, True
@@ -393,7 +409,7 @@ class WholeBatch:
             self._kept[microbatch] = kept
             if self.terms is not None:
                 self.terms.drop_graph(microbatch)
-        elif self._needs_gradient:
+        elif self._call.needs_gradient:
             self._leaves[microbatch], self._roots[microbatch] = leaves, roots
 
     def _run_stage(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
@@ -454,7 +470,7 @@ class WholeBatch:
         if not isinstance(image, Tensor):
             return image
         part = self.rows.of_image(image, microbatch).detach()
-        return part.requires_grad_(self._needs_gradient and image.requires_grad)
+        return part.requires_grad_(self._call.needs_gradient and image.requires_grad)
 
     def _slot(self, tensor: Tensor, microbatch: int) -> Tensor:
         """Return the part of a tensor for a microbatch, if the microbatches' rows are one after the other in it.

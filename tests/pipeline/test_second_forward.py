@@ -21,6 +21,7 @@ from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.pipeline.whole_batch import CallArguments
 from cnnstrategies.placed import GlooLink, Places
 
 F64, CPU = torch.float64, torch.device("cpu")
@@ -247,7 +248,7 @@ def run_unusual() -> tuple[list[str], list[Tensor]]:
         runner.activation_checkpointing = checkpointing
         for _ in range(2):
             images = torch.randn(SAMPLES, 3, 4, 4, dtype=F64)
-            batch = runner.begin(images, SAMPLES, True)
+            batch = runner.begin(CallArguments(images, SAMPLES, True))
             assert batch.header is not None
             sums, _ = batch.backward(batch.outputs(batch.header))
             gradients += [gradient for gradient in sums if gradient is not None]

@@ -13,7 +13,7 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.pipeline.whole_batch import CallArguments, WholeBatch
 
 SAMPLES = 7
 
@@ -60,7 +60,7 @@ def train_stage(cuts: list[str]) -> tuple[int, dict[str, Tensor | None], Any]:
     transport = Transport(Placement((1,) * (len(cuts) + 1), microbatches=3), timedelta(minutes=1))
     runner = StageRunner(division, transport, AHEAD)
     images = [view.requires_grad_() for view in views()]
-    batches = [runner.begin(view if runner.stage == 0 else None, SAMPLES, True) for view in images]
+    batches = [runner.begin(CallArguments(view if runner.stage == 0 else None, SAMPLES, True)) for view in images]
     gradients: list[list[Tensor | None]] = [[], []]
     if runner.last:
         results = [batch.header.unpack(batch.outputs(batch.header))[0] for batch in batches if batch.header]
@@ -83,7 +83,9 @@ def train_stage(cuts: list[str]) -> tuple[int, dict[str, Tensor | None], Any]:
     assert gone
     assert all(gone), "the calls keep no gradients, of which autograd would otherwise make copies"
     assert seen == [], "hooks wait for the whole batch's gradient"
-    assert not any(runner.begin(images[0][:2], 2, False).sizes[2:]), "a small batch has fewer microbatches"
+    assert not any(runner.begin(CallArguments(images[0][:2], 2, False)).sizes[2:]), (
+        "a small batch has fewer microbatches"
+    )
     return runner.stage, sums, of_images
 
 
