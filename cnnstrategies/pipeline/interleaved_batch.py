@@ -43,12 +43,10 @@ class InterleavedBatch(WholeBatch):
 
     def _run_forwards(self) -> None:
         self._versions = self._current_versions()
-        self._state = None
-        if self.terms is not None:
-            self._state = self.terms.watch.noted()
-            self.terms.drop_arguments()
-            # What the declared loss stores is undone, so it must not be taken for what a forward stores.
-            self.terms.is_quiet &= not self._runner.last
+        self._state = self.terms.watch.noted()
+        self.terms.drop_arguments()
+        # What the declared loss stores is undone, so it must not be taken for what a forward stores.
+        self.terms.is_quiet &= not self._runner.last
         self._begin_backward()
         with self._accumulated():
             self._runner.run_tasks(KINDS, "1f1b", self.sizes, self._key, self._run)
@@ -57,7 +55,7 @@ class InterleavedBatch(WholeBatch):
         microbatch = task.microbatch
         if task.kind == "forward":
             self._forward(microbatch)
-            if self.terms is not None and microbatch not in self._kept:
+            if microbatch not in self._kept:
                 self.terms.drop_graph(microbatch)
             return
         gradients: Sequence[Tensor | None] = ()
@@ -67,8 +65,7 @@ class InterleavedBatch(WholeBatch):
                     self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
                 )
             self.started[microbatch] = gradients
-            if self.terms is not None:
-                self.terms.watch.take()
+            self.terms.watch.take()
         if microbatch == self.microbatches[-1] and self._ends_together():
             self._runner.buffers.send()
         self._backward(microbatch, gradients, keep=False, of_stored=None)
@@ -108,7 +105,7 @@ class InterleavedBatch(WholeBatch):
             return RepeatedBatch(self._runner, call, self._runner.microbatches)
 
         with self._conditions():
-            return run() if self._state is None else self._state.run(run)[0]
+            return self._state.run(run)[0]
 
     def _current_versions(self) -> list[int]:
         images = tensors_in(self._images) if self._runner.stage == 0 else []

@@ -149,7 +149,6 @@ def _started(loss: LossOfCall, batch: WholeBatch, outputs: Sequence[Tensor]) -> 
     if not loss.is_used:
         return started
     terms, device = batch.terms, outputs[0].device
-    assert terms is not None
     before = GeneratorStates.current(device)
     with batch.under_autocast(), _same_statistics(terms.watch.outside_network()):
         terms.watch.begin()

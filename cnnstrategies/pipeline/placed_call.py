@@ -243,7 +243,6 @@ class PlacedCall:
     @property
     def terms(self) -> CallTerms:
         """Values that the call's forwards have stored, after :meth:`run`."""
-        assert self._batch.terms is not None, "a placed network's runner watches what forwards store"
         return self._batch.terms
 
     def _advance(self) -> None:

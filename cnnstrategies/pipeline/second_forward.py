@@ -85,7 +85,7 @@ class SecondForwards:
     Args:
         runner: The runner of the stage.
         draws: The random draws of the call.
-        terms: What the call's forwards store; None if the runner does not watch it.
+        terms: What the call's forwards store.
         autocast: Whether the call runs under autocast, and the dtype of autocast.
         form: Key that is equal for batches of the same form.
     """
@@ -94,13 +94,13 @@ class SecondForwards:
         self,
         runner: "StageRunner",
         draws: Draws,
-        terms: CallTerms | None,
+        terms: CallTerms,
         autocast: tuple[bool, torch.dtype],
         form: Hashable,
     ) -> None:
         self._runner, self._draws, self._autocast = runner, draws, autocast
         self._form = form, runner.division.network.training, autocast
-        self._state = None if terms is None else terms.watch.noted()
+        self._state = terms.watch.noted()
         self._recorders = runner.buffers.recorders
         self._parameters = [
             (name, tensor, writes(tensor))
@@ -135,8 +135,6 @@ class SecondForwards:
             runner.buffers.again(self._recorders),
             self._draws.again(microbatch),
         ):
-            if self._state is None:
-                return runner.run_stage(*arguments), StoredValues.of({})
             result, stored = self._state.run(lambda: runner.run_stage(*arguments))
             return result, StoredValues.of(stored)
 

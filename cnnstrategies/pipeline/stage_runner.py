@@ -54,11 +54,13 @@ class StageRunner:
             them their gradients.
         drawn: Names of the generators from which a stage has drawn in earlier calls, as all ranks know.
         early: Sums over the replicas that the next backwards to run begin; None if they begin none.
+        terms: The watch over what the stage stores, after :meth:`watch`.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
 
     schedule: Schedule = SCHEDULE
+    terms: StoredTerms
 
     def __init__(
         self, division: Division, transport: Transport, ahead: int, replicas: StageReplicas | None = None
@@ -86,7 +88,6 @@ class StageRunner:
         self.channels = Channels(graph, self._turns["gpipe"], transport, ask_for_all=True)
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
-        self.terms: StoredTerms | None = None
         # The graphs of all stages, the modules that they call, and whether their own operations may store something.
         self._called: tuple[Any, list[nn.Module], bool] = (None, [], True)
 
@@ -148,7 +149,7 @@ class StageRunner:
         self.buffers.group = None
 
     def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
-        """Take care of what forwards store on modules from now on.
+        """Take care of what forwards store on modules from now on. Call this before the first batch.
 
         Args:
             owner: The module in which forwards may store values: the network, or a module that contains it.

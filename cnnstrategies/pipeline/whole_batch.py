@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import without_tensor_hooks
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.buffers import calls_several_times
 from cnnstrategies.pipeline.combining import StoredValues
@@ -67,7 +66,7 @@ class WholeBatch:
         backward_draws: Random draws of this rank's last backwards that did not run between forwards.
         header: In the last stage, the header of the network's result for the whole batch. None in other stages, and if
             this rank has not run a microbatch.
-        terms: What the forwards have stored on modules; None if the runner does not watch them.
+        terms: What the forwards have stored on modules.
         started: The gradients of the declared loss from which the backwards of this rank's microbatches start, by
             microbatch. Empty in all stages except the last, and if no loss is declared.
         early: The sums over the replicas that the last backward has begun; None if there are none.
@@ -105,9 +104,7 @@ class WholeBatch:
         self._is_done = False
         self.started: dict[int, Sequence[Tensor | None]] = {}
         runner.buffers.begin(call.form)
-        self.terms: CallTerms | None = None
-        if runner.terms is not None:
-            self.terms = runner.terms.begin(self.rows, call.needs_gradient, call.form)
+        self.terms: CallTerms = runner.terms.begin(self.rows, call.needs_gradient, call.form)
         checkpointing = call.checkpointing or runner.activation_checkpointing if call.needs_gradient else "never"
         again = {"never": 0, "except_last": -1, "always": len(self.microbatches)}[checkpointing]
         self._runs_again = frozenset(self.microbatches[:again])
@@ -121,8 +118,7 @@ class WholeBatch:
             if self.updates_buffers:
                 runner.buffers.send()
             self._finish_early()
-            if self.terms is not None:
-                self.terms.finish()
+            self.terms.finish()
             self._finish_buffers()
         except BaseException:
             runner.buffers.abandon()
@@ -187,7 +183,7 @@ class WholeBatch:
             start = self.started.pop(task.microbatch, ()) if uses_loss else rows
             self._backward(task.microbatch, start, keep, of_stored)
 
-        watched = nullcontext() if self.terms is None or self._second is not None else self.terms.backward()
+        watched = nullcontext() if self._second is not None else self.terms.backward()
         draws = self.backward_draws = BackwardDraws(self._runner.transport, self.rows.is_one_microbatch, has_drawn)
         with self._runner.under(self._placement), watched, self._accumulated():
             self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
@@ -286,14 +282,14 @@ class WholeBatch:
             if not keep:
                 for held in (self._leaves, self._roots, self._parts, self._kept):
                     held.pop(microbatch, None)
-            if self.terms is not None and of_stored is not None:
+            if of_stored is not None:
                 stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
                 roots, received = [*roots, *stored], [*received, *starts]
             begins_sums = microbatch == self.microbatches[-1] and self._ends_together()
             # A second forward returns to the state of the first one, so the watch begins after it.
-            is_watched = self.terms is not None and self._second is not None and self.rows.is_one_microbatch
+            is_watched = self._second is not None and self.rows.is_one_microbatch
             with (
-                self.terms.backward() if is_watched and self.terms is not None else nullcontext(),
+                self.terms.backward() if is_watched else nullcontext(),
                 nullcontext() if draws is None else draws.microbatch(microbatch),
                 self.early.during(parameters, self._sums) if self.early is not None and begins_sums else nullcontext(),
             ):
@@ -407,15 +403,12 @@ class WholeBatch:
             assert self._second is not None
             self._second.note(microbatch, roots)
             self._kept[microbatch] = kept
-            if self.terms is not None:
-                self.terms.drop_graph(microbatch)
+            self.terms.drop_graph(microbatch)
         elif self._call.needs_gradient:
             self._leaves[microbatch], self._roots[microbatch] = leaves, roots
 
     def _run_stage(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
         try:
-            if self.terms is None:
-                return self._runner.run_stage(*arguments)
             return self.terms.run(microbatch, arguments)
         except Exception as error:
             if not self.rows.is_one_microbatch:
@@ -449,13 +442,7 @@ class WholeBatch:
         return tensors
 
     def _need_whole(self, reason: str) -> list[Tensor]:
-        """Note that the network needs the whole batch as one microbatch. The results are not used.
-
-        Raises:
-            ConfigurationError: The runner cannot run the batch again.
-        """
-        if self.terms is None:
-            raise ConfigurationError(f"{reason}: run the whole batch as one microbatch")
+        """Note that the network needs the whole batch as one microbatch. The results are not used."""
         self.terms.reason = reason
         return []
 

@@ -245,6 +245,7 @@ def run_unusual() -> tuple[list[str], list[Tensor]]:
         torch.manual_seed(0)
         module = nn.Sequential(Shifting(), nn.Conv2d(3, 2, 1)).double()
         runner = StageRunner(Division(module, []), transport, AHEAD)
+        runner.watch(module, places, [(0,)])
         runner.activation_checkpointing = checkpointing
         for _ in range(2):
             images = torch.randn(SAMPLES, 3, 4, 4, dtype=F64)

@@ -5,6 +5,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import CallArguments, WholeBatch
+from cnnstrategies.placed import GlooLink, Places
 
 SAMPLES = 7
 
@@ -58,7 +60,9 @@ def train_stage(cuts: list[str]) -> tuple[int, dict[str, Tensor | None], Any]:
     network = network_with_hook(seen)
     division = Division(network, list(cuts))
     transport = Transport(Placement((1,) * (len(cuts) + 1), microbatches=3), timedelta(minutes=1))
-    runner = StageRunner(division, transport, AHEAD)
+    runner, ranks = StageRunner(division, transport, AHEAD), range(len(cuts) + 1)
+    places = Places(runner.stage, len(ranks), GlooLink(dist.new_group(ranks), runner.stage, len(ranks)))
+    runner.watch(network, places, [(rank,) for rank in ranks])
     images = [view.requires_grad_() for view in views()]
     batches = [runner.begin(CallArguments(view if runner.stage == 0 else None, SAMPLES, True)) for view in images]
     gradients: list[list[Tensor | None]] = [[], []]
