@@ -243,5 +243,5 @@ USES = (
 @pytest.mark.cluster
 def test_programs_may_use_tensors_whose_rows_are_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of the first stage keep the rows of all tensors, also of small ones such as the labels."""
-    monkeypatch.setattr(PlacedLoader.__init__, "__defaults__", (0,))
+    monkeypatch.setattr(PlacedLoader.__init__, "__defaults__", (0, False))
     check([replace(CASES[name], epochs=1) for name in USES], [2, 1])
