@@ -79,7 +79,7 @@ def train_all(
     devices = sum(replicas)
     if make is not None:
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
-    PlacedLoader.__init__.__defaults__ = (COPIED,)  # Each run has processes of its own.
+    PlacedLoader.__init__.__defaults__ = (COPIED, False)  # Each run has processes of its own.
     results: list[dict[str, Tensor]] = []
     for case in cases:
         try:
