@@ -61,10 +61,13 @@ def test_a_killed_process_leaves_its_newest_record_until_the_run_has_ended(monke
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     left = tmp_path / f"cnnstrategies_{ended_process()}_ab_1"
     left.touch()  # A record of a run that was killed.
+    os.utime(left, (0, 0))
+    fresh = tmp_path / f"cnnstrategies_{ended_process()}_cd_1"
+    fresh.touch()
 
     def killed(rank: int = -1, available: int = 0) -> int:
         def run() -> None:
-            record = MemoryRecord("use a smaller batch", rank, available)
+            record = MemoryRecord("use a smaller batch", rank, available, "host:1 folder")
             for step in range(20 if rank < 0 else 3):
                 record.write(step)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -76,6 +79,7 @@ def test_a_killed_process_leaves_its_newest_record_until_the_run_has_ended(monke
 
     with one_refusal():
         assert not left.exists()
+        fresh.unlink()  # Other ranks of its run may not have read it yet.
         server, rank = killed(), killed(1)
         text = ended_by(1, -signal.SIGKILL, server)
         end = r"it had held [\d,]+ MB of main memory; if memory has run out, use a smaller batch"
@@ -91,13 +95,17 @@ def test_a_killed_process_leaves_its_newest_record_until_the_run_has_ended(monke
         assert re.search(rf"if memory has run out, {plan}$", last_record(killed(1, held_bytes() + 4 * GIB)))
         assert last_record(killed(1, held_bytes() + 2 * GIB)).endswith("use a smaller batch")
         assert re.match(rf"in step 19 {end}$", last_record(server)), "the prediction of a rank"
-        rank_found, text = run_apart(killed_sibling)
-        assert rank_found == 1, "what a rank of the same launcher reads"
-        assert text.startswith("in step 2 it had held ")
         assert last_record(1) == ""
         assert ended_by(1, -signal.SIGTERM, rank) == "rank 1 was ended by SIGTERM"
         next(tmp_path.glob(f"*_{rank}")).write_bytes(b"damaged")
         assert last_record(rank) == ""
+        # What other ranks of the same launcher read. Of the killed ranks, one has a damaged record, and two are left.
+        assert run_apart(lambda: killed_sibling("host:1 other")) is None, "a rank of another run"
+        *found, nothing = [run_apart(lambda: killed_sibling("host:1 folder")) for _ in range(3)]
+        assert nothing is None, "each of them is found once"
+        for number, text in found:
+            assert number == 1
+            assert text.startswith("in step 2 it had held ")
     assert not list(tmp_path.iterdir())
     assert last_record(server) == ""
     MemoryRecord("").write(1)  # Outside of a run there is no record.

@@ -3,6 +3,7 @@
 import multiprocessing.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from lightning.pytorch import Trainer
 from cnnstrategies import ImageClassifier
 from cnnstrategies.commands.run import outcome
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.process_ids import is_ending
 from cnnstrategies.runtime.processes import ENDS_WITH, STARTER, end_with_parent, killed_rank, spawned_by_a_thread
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
@@ -40,6 +42,8 @@ def test_a_process_ends_if_its_parent_is_gone_before_it_asks():
 def test_a_rank_that_is_killed_or_stopped_is_named(signum, reason):
     programs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     programs[1].send_signal(signum)
+    if signum:
+        os.waitid(os.P_PID, programs[1].pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     message = killed_rank(SimpleNamespace(procs=programs))
     for program in programs:
         program.kill()
@@ -115,3 +119,31 @@ def test_ranks_are_not_forked_from_a_process_that_has_used_a_gpu(strategy, monke
     module = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2)), 2)
     with pytest.raises(ConfigurationError, match=r"start_method=fork: this process has used a GPU"):
         trainer.fit(module, [(torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64))])
+
+
+@pytest.mark.light
+def test_a_process_is_ending_from_its_kill_to_its_end():
+    program = subprocess.Popen(["sleep", "60"])
+    assert not is_ending(program.pid)
+    program.kill()
+    os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
+    assert is_ending(program.pid), "it has ended, but nobody has read its exit code"
+    program.wait()
+    assert is_ending(program.pid)
+
+
+def test_a_killed_rank_is_found_as_soon_as_its_connection_breaks():
+    """The process may not have an exit code yet, for example because the kernel is freeing its memory."""
+    ours, theirs = socket.socketpair()
+    fill = "m = mmap.mmap(-1, 2**28); m[::4096] = bytes(2**16); print(flush=True); sys.stdin.read()"
+    program = subprocess.Popen(
+        [sys.executable, "-S", "-c", f"import mmap, sys; {fill}"], stdin=theirs, stdout=subprocess.PIPE
+    )
+    theirs.close()
+    assert program.stdout is not None
+    program.stdout.readline()
+    program.kill()
+    assert ours.recv(1) == b""
+    message = killed_rank(SimpleNamespace(procs=[program]))
+    assert message is not None
+    assert message.startswith("rank 1 was ended by SIGKILL")

@@ -1,7 +1,6 @@
 """Callback that saves a checkpoint and ends a run between two steps, after Ctrl-C, SIGTERM or a scheduler's warning."""
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ from cnnstrategies._lightning_private import ask_of_sigterm, leave_signals
 from cnnstrategies.errors import StoppedTogether
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.runtime.helper_processes import shield_helpers
+from cnnstrategies.runtime.memory_records import exit_at_once
 from cnnstrategies.runtime.stop_signals import LimitsStop, Repeated, acting_on, expected_repeats, settle
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -229,7 +229,7 @@ class GracefulStop(LimitsStop, Callback):
         launcher = self._trainer.strategy.launcher
         if launcher is not None:
             launcher.kill(signal.SIGKILL)
-        os._exit(128 + (self._signals.received or signal.SIGKILL))
+        exit_at_once(128 + (self._signals.received or signal.SIGKILL))
 
 
 def _more_follows(trainer: Trainer, batch_idx: int) -> bool:

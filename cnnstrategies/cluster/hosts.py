@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ from cnnstrategies.cluster.rendezvous import Meeting, ranks_meet
 from cnnstrategies.cluster.stores import missing_after
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, seconds
+from cnnstrategies.runtime.memory_records import exit_at_once
 from cnnstrategies.strategies.protocol import facts_of
 
 UNREACHABLE = 1  # Exit code of a run that has lost a host.
@@ -253,7 +253,7 @@ def _watched(
             # that it has started end at once.
             if strategy.launcher is not None:
                 strategy.launcher.kill(signal.SIGKILL)
-            os._exit(UNREACHABLE)
+            exit_at_once(UNREACHABLE)
 
         watch = Watch(socket.gethostname(), others, interconnect.timeout, end)
     else:

@@ -8,17 +8,19 @@ import json
 import mmap
 import os
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cnnstrategies.runtime.out_of_memory import Plan, held_bytes, plan_that_fits
-from cnnstrategies.runtime.process_ids import ENDED, state_and_start
+from cnnstrategies.runtime.process_ids import is_ending
 
 # Environment variable: path of a symbolic link that the first failing rank of this machine creates. The names of the
 # records begin with this path.
 REFUSED = "CNNSTRATEGIES_REFUSED"
 _PREDICTED = "predicted"
+_STARTED = time.time()
 _NOTHING: tuple[Sequence[str], Sequence[Plan]] = (), ()
 _NUMBERS = struct.Struct("<qq")  # A record begins with the step and with the bytes held. JSON follows.
 
@@ -33,16 +35,17 @@ class MemoryRecord:
         remedy: What to do if this process has run out of memory.
         rank: This process's rank; -1 for a server.
         available: Bytes of main memory that this process may hold, as far as it is known.
+        launch: Text that is the same for all ranks of a run, and differs between two runs at the same time.
 
     Attributes:
         step: Number of steps in the newest record.
         base: Bytes that this process has held before the first step.
     """
 
-    def __init__(self, remedy: str, rank: int = -1, available: int = 0) -> None:
+    def __init__(self, remedy: str, rank: int = -1, available: int = 0, launch: str = "") -> None:
         self.step, self.base = 0, held_bytes()
-        # A launcher such as torchrun starts all its ranks of a machine from one process.
-        values = {"rank": rank, "remedy": remedy, "base": self.base, "available": available, "parent": os.getppid()}
+        values = {"rank": rank, "remedy": remedy, "base": self.base, "available": available, "launch": launch}
+        values["time"] = time.time()
         self._map = _mapped(str(os.getpid()), json.dumps(values))
 
     def write(self, step: int) -> None:
@@ -81,27 +84,36 @@ def last_record(process: int) -> str:
         return ""
 
 
-def killed_sibling() -> tuple[int, str] | None:
-    """Return the rank, and the text of :func:`last_record`, of a killed rank that this process's parent has started.
+def killed_sibling(launch: str) -> tuple[int, str] | None:
+    """Return the rank, and the text of :func:`last_record`, of a killed rank of this machine.
 
-    A rank that ends by itself removes its record, so a record without a process is that of a killed rank. The result is
-    None if there is no such rank.
+    A rank that ends by itself removes its record, so a record without a process is that of a killed rank. Of several
+    processes that call this function, one gets the result, because it removes the record. The result is None if there
+    is no such rank.
+
+    Args:
+        launch: See :class:`MemoryRecord`.
     """
     link = os.environ.get(REFUSED, "")
-    killed, predictions = None, _NOTHING
+    killed, predictions = [], _NOTHING
     for path in Path(link).parent.glob(f"{Path(link).name.partition('_')[0]}_*_*_*"):
         prefix, _, number = str(path).rpartition("_")
         with contextlib.suppress(OSError, ValueError, KeyError, struct.error):
             if not number.isdigit():
                 continue
             record = _read(number, prefix)
-            if record[1]["parent"] != os.getppid():
+            # A rank creates its record after it has met this rank. Older records are from before a restart.
+            if record[1]["launch"] != launch or record[1]["time"] < _STARTED:
                 continue
             if record[1]["rank"] == 0:
                 predictions = recorded_predictions(prefix)
-            if record[1]["rank"] >= 0 and (state_and_start(int(number)) or ENDED)[0] in ENDED:
-                killed = record
-    return None if killed is None else (killed[1]["rank"], _described(killed, predictions))
+            if record[1]["rank"] >= 0 and is_ending(int(number)):
+                killed.append((path, record))
+    for path, record in killed:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            return record[1]["rank"], _described(record, predictions)
+    return None
 
 
 def _described(record: tuple[bytes, Any], predictions: tuple[Sequence[str], Sequence[Plan]]) -> str:
@@ -122,6 +134,17 @@ def remove_records() -> None:
     link = Path(os.environ[REFUSED])
     for record in link.parent.glob(f"{link.name}_*"):
         record.unlink(missing_ok=True)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End this process without its cleanups. Its record is removed, so that no rank takes it for a killed process."""
+    remove_record()
+    os._exit(code)
+
+
+def remove_record() -> None:
+    """Remove the record of this process, which ends by itself."""
+    Path(f"{os.environ.get(REFUSED, '')}_{os.getpid()}").unlink(missing_ok=True)
 
 
 def _mapped(name: str, values: str) -> mmap.mmap | None:

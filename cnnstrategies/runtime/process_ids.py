@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-STATE, START = 0, 19  # Positions of two fields of /proc/PID/stat, counted after the name of the program.
+# Positions of three fields of /proc/PID/stat, counted after the name of the program.
+STATE, FLAGS, START = 0, 6, 19
+PF_EXITING = 4  # From linux/sched.h: one of the flags of a process.
 ENDED = "ZX"  # States of a process that has ended, although its parent process has not read its exit code yet.
 
 
@@ -67,9 +69,32 @@ def _system() -> str:
 
 def state_and_start(pid: int) -> tuple[str, int] | None:
     """Return the state and the start time of a process on this machine. Return None if they cannot be read."""
+    fields = _fields(pid)
+    return None if fields is None else (fields[STATE], int(fields[START]))
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process on this machine has ended, or the kernel is ending it.
+
+    The kernel notes that it ends a process before it closes the process's connections. So after a connection to the
+    process has broken, this function does not depend on the time at which it is called. On systems other than Linux
+    only a process that has ended is found.
+    """
+    if (fields := _fields(pid)) is not None:
+        return fields[STATE] in ENDED or bool(int(fields[FLAGS]) & PF_EXITING)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _fields(pid: int) -> list[str] | None:
     try:
         # The name of the program, in parentheses, may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return fields[STATE], int(fields[START])
-    except (OSError, IndexError, ValueError):
+    except OSError:
         return None
+    return fields if len(fields) > START else None

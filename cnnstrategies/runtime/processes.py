@@ -32,7 +32,7 @@ from typing import Any
 
 from cnnstrategies.runtime.helper_processes import blocked_start, task_of
 from cnnstrategies.runtime.memory_records import REFUSED, killed_sibling, last_record, remove_records
-from cnnstrategies.runtime.process_ids import ENDED, state_and_start
+from cnnstrategies.runtime.process_ids import ENDED, is_ending, state_and_start
 from cnnstrategies.runtime.stop_signals import cleaned_up
 
 STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: id of the process that started the ranks of this machine.
@@ -41,6 +41,10 @@ ENDS_WITH = "CNNSTRATEGIES_ENDS_WITH"
 PREFIX = "cnnstrategies_"  # Prefix of the symbolic link's name.
 PR_SET_PDEATHSIG = 1  # This constant and the next are from linux/prctl.h.
 PR_SET_NAME = 15
+# Longest time in seconds to wait until a rank has ended that the kernel is ending. To free its memory can take seconds.
+ENDING = 30.0
+# Seconds for which the record of a killed rank stays, so that other ranks of the rank's run can read it.
+LEFT = 600.0
 
 
 def end_with_parent(parent: int | None) -> None:
@@ -117,7 +121,7 @@ def started_processes(launcher: Any) -> list[Any]:
     return getattr(launcher, "procs", None) or []
 
 
-def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
+def killed_rank(launcher: Any) -> str | None:
     """Return a text about a rank that was ended by a signal or is stopped. Return None if no such rank is found.
 
     For forked and spawned ranks only SIGKILL counts, because torch itself sends SIGTERM to the other ranks when a rank
@@ -125,23 +129,24 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
 
     Args:
         launcher: Lightning's launcher, which has started the ranks.
-        seconds: Longest time to wait. The connection to a rank can break shortly before the rank's process has ended.
     """
     ranks = started_processes(launcher)
     for rank, process in enumerate(ranks):
-        if isinstance(process, BaseProcess) and process.exitcode == -signal.SIGKILL:
-            return ended_by(rank, process.exitcode, process.pid)
+        if isinstance(process, BaseProcess):
+            if is_ending(process.pid or 0):
+                process.join(ENDING)
+            if process.exitcode == -signal.SIGKILL:
+                return ended_by(rank, process.exitcode, process.pid)
     processes = [process for process in ranks if isinstance(process, subprocess.Popen)]
-    deadline = time.monotonic() + seconds
-    while True:
-        for rank, process in enumerate(processes, start=1):
-            if (code := process.poll()) is not None and code < 0:
-                return ended_by(rank, code, process.pid)
-            if code is None and is_stopped(process.pid):
-                return f"rank {rank} is stopped, for example by SIGSTOP"
-        if time.monotonic() > deadline or all(process.poll() is not None for process in processes):
-            return None
-        time.sleep(0.05)
+    for rank, process in enumerate(processes, start=1):
+        if process.poll() is None and is_ending(process.pid):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING)
+        if (code := process.poll()) is not None and code < 0:
+            return ended_by(rank, code, process.pid)
+        if code is None and is_stopped(process.pid):
+            return f"rank {rank} is stopped, for example by SIGSTOP"
+    return None
 
 
 def ended_by(rank: int, code: int, process: int | None) -> str:
@@ -159,16 +164,15 @@ def ended_by(rank: int, code: int, process: int | None) -> str:
     return "; ".join((f"{text}, which the system sends when memory runs out", *([record] if record else [])))
 
 
-def killed_beside(seconds: float = 0.5) -> str | None:
-    """Return a text about a killed rank that the parent of this process has started; None if no such rank is found.
+def killed_beside(launch: str) -> str | None:
+    """Return a text about a killed rank that a launcher such as torchrun has started together with this rank.
+
+    Return None if no such rank is found, or if another rank has called this function before.
 
     Args:
-        seconds: Longest time to wait. The connection to a rank can break shortly before the rank's process has ended.
+        launch: See :class:`.MemoryRecord`.
     """
-    deadline = time.monotonic() + seconds
-    while (sibling := killed_sibling()) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if sibling is None:
+    if (sibling := killed_sibling(launch)) is None:
         return None
     rank, record = sibling
     return f"rank {rank} was killed, as the system does when memory runs out; {record}"
@@ -197,7 +201,8 @@ def one_refusal() -> Iterator[None]:
         number = old.name.removeprefix(PREFIX).partition("_")[0]
         if (old.is_symlink() or old.is_file()) and number.isdigit() and not Path(f"/proc/{number}").exists():
             with contextlib.suppress(OSError):
-                old.unlink()
+                if time.time() - old.lstat().st_mtime > LEFT:
+                    old.unlink()
     os.environ[REFUSED] = str(place / f"{PREFIX}{os.getpid()}_{secrets.token_hex(8)}")
     os.environ[STARTER] = str(os.getpid())
     try:

@@ -21,6 +21,7 @@ from cnnstrategies.errors import StoppedTogether
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.runtime.failure_store import FailureStore, RankFailure
 from cnnstrategies.runtime.failure_watch import FailureWatch
+from cnnstrategies.runtime.memory_records import exit_at_once
 from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_of_memory, line_of
 from cnnstrategies.strategies.meeting import MeetingDDPStrategy
 from cnnstrategies.strategies.protocol import facts_of
@@ -202,7 +203,7 @@ class FailTogether(Callback):
             print(ends_because(trainer.global_rank, first), file=sys.stderr, flush=True)
         if trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signal.SIGKILL)
-        os._exit(first.code)
+        exit_at_once(first.code)
 
 
 class _InRank:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cluster.exceptions import KILLED
 from cluster.processes_of import PYTHON, Program, fit
 from fault_injection import fault_arguments
 from ports import free_port
@@ -39,6 +40,9 @@ def test_after_a_ranks_death_the_run_resumes_in_its_folder(
     torchrun = Program([*TORCHRUN, *launch, *arguments], tmp_path / "log", PYTHONPATH=os.pathsep.join(sys.path))
     assert torchrun.wait() == 0, torchrun.output()
     assert len(re.findall(r"Continuing from .*last\.ckpt", torchrun.output())) == 1, torchrun.output()
+    # torchrun sends SIGTERM to the living rank at the same time.
+    killed = re.findall(KILLED.format(9), torchrun.output())
+    assert len(killed) == torchrun.output().count("it had held") == 1, torchrun.output()
     (path,) = tmp_path.glob(f"runs/quickstart/{folder}/checkpoints/last.ckpt")
     checkpoint = torch.load(path, weights_only=True)
     history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)

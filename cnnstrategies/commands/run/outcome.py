@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
@@ -30,7 +31,7 @@ from cnnstrategies.runtime.failure_store import RankFailure
 from cnnstrategies.runtime.failure_watch import PATIENCE
 from cnnstrategies.runtime.helper_processes import end_helpers
 from cnnstrategies.runtime.host_memory import host_memory
-from cnnstrategies.runtime.memory_records import MemoryRecord, last_record
+from cnnstrategies.runtime.memory_records import MemoryRecord, last_record, remove_record
 from cnnstrategies.runtime.out_of_memory import Plan, plan_that_fits
 from cnnstrategies.runtime.processes import (
     cannot_be_sent,
@@ -125,6 +126,7 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
     if (stopped := stopped_by(error)) is not None:
         return _after(error, StoppedTogether(stopped))
     if isinstance(error, StoppedTogether):
+        _print_killed_beside(trainer)
         end_group_at_exit()
         end_helpers()
     if isinstance(error, ProcessExitedException) and error.exit_code == -signal.SIGKILL:
@@ -133,9 +135,8 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
     launcher = trainer.strategy.launcher
     killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
     beside = _failed_beside(first, trainer) if isinstance(error, Exception) else None
-    is_first = first is None or first.rank == trainer.global_rank
-    if launcher is None and is_first and isinstance(error, Exception) and not _names_the_cause(error):
-        killed = killed_beside()
+    if killed is None and beside is None and isinstance(error, Exception):
+        killed = _killed_beside(trainer)
     silent = isinstance(error, Exception) and (beside is not None or not _reports_failure(error))
     code = 0
     if beside is not None:
@@ -205,8 +206,12 @@ class FirstToFail(FailTogether):
     If rank 0 has started the other ranks as programs, a thread of Lightning on rank 0 kills all ranks as soon as one
     rank fails. This callback replaces that thread by :func:`end_all_after_one`, which first gives the ranks time to
     report the failure.
+
+    Attributes:
+        launch: See :class:`.MemoryRecord`; None before the training.
     """
 
+    launch: str | None = None
     _in_trainer = False
     _record: MemoryRecord | None = None
     _plans: Sequence[Plan] = ()
@@ -227,7 +232,11 @@ class FirstToFail(FailTogether):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         available = host_memory() // max(1, trainer.num_devices)
-        self._record = MemoryRecord(remedy_for(trainer), trainer.global_rank, available)
+        # The folder and the port belong to one run at a time. Each rank may have a wrapper as its parent process.
+        checkpoint: Any = trainer.checkpoint_callback
+        folder = getattr(checkpoint, "dirpath", None) or trainer.default_root_dir
+        self.launch = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} {folder}"
+        self._record = MemoryRecord(remedy_for(trainer), trainer.global_rank, available, self.launch)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -298,7 +307,26 @@ def _end_others(trainer: Trainer) -> None:
     launcher = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
+    _print_killed_beside(trainer)
+    remove_record()
     forget_failure()
+
+
+def _print_killed_beside(trainer: Trainer) -> None:
+    """Print why a launcher such as torchrun has stopped this rank: it sends SIGTERM after the system kills a rank."""
+    if (killed := _killed_beside(trainer)) is not None:
+        print(f"The run cannot continue: {killed}", file=sys.stderr, flush=True)
+
+
+def _killed_beside(trainer: Trainer) -> str | None:
+    """Return a text about a killed rank of a run that a launcher such as torchrun has started on this machine."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    # Rank 0 reads the exit codes of ranks that it has started. They have Lightning's own environment.
+    if environment is None or isinstance(environment, LightningEnvironment):
+        return None
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+    launch = next((callback.launch for callback in callbacks if isinstance(callback, FirstToFail)), None)
+    return None if launch is None else killed_beside(launch)
 
 
 def _names_the_cause(error: Exception) -> bool:
