@@ -23,7 +23,13 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.strategies.mean_terms import joined, mean_terms
-from cnnstrategies.strategies.module_copies import CollectiveError, NoCollectives, same_random_numbers, trial_of
+from cnnstrategies.strategies.module_copies import (
+    CollectiveError,
+    NoCollectives,
+    same_random_numbers,
+    tensors_stay,
+    trial_of,
+)
 
 # How the loss of a batch follows from the losses of its parts:
 # "mean": the mean, weighted by the numbers of samples.
@@ -75,7 +81,7 @@ def compare_with_parts(module: LightningModule, batch: Any, batch_idx: int) -> L
         # The loss of a single sample and the loss of the sample and its copy show whether the loss is a sum.
         batch, samples = _repeated(batch), 2
     if samples >= 2 * FEWEST:
-        # They show the same, and with a copy of the parameters they need less memory than a training step.
+        # They show the same, and need less memory than a training step.
         batch, samples = _rows(batch, samples, slice(0, samples // 2)), samples // 2
     if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):
         return LossComparison("unknown", "the module is compiled")
@@ -171,7 +177,7 @@ def _run(
     vars(copied)["all_gather"] = _no_gathering
     arguments = [_rows(batch, samples, rows), batch_idx][: len(inspect.signature(copied.training_step).parameters)]
     device = module.device
-    with same_random_numbers(device), torch.enable_grad(), NoCollectives() as watch:
+    with same_random_numbers(device), torch.enable_grad(), tensors_stay(module), NoCollectives() as watch:
         before = GeneratorStates.current(device)
         with torch.autocast(device.type, enabled=False):
             try:

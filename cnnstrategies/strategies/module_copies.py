@@ -74,14 +74,16 @@ def muted_copy(module: LightningModule) -> LightningModule:
 
 
 def trial_of(module: LightningModule) -> LightningModule:
-    """Return a copy of a module in which steps, and their backward passes, do not change the module.
+    """Return a copy of a module in which steps, and their backward passes, change nothing of the module but parameters.
 
-    Parameters and buffers are copied as well. Hooks that the user has registered on submodules run in the copy, with
-    copies of the objects that they use. Hooks of this package, and hooks on parameters, do not run.
+    Buffers are copied as well. The copy's parameters are new parameters with the memory of the module's, because a
+    second network can need more memory than a training step; see `tensors_stay`. Hooks that the user has registered on
+    submodules run in the copy, with copies of the objects that they use. Hooks of this package, and hooks on
+    parameters, do not run.
     """
     made: dict[int, Any] = dict(_copy_metrics(module))
     for parameter in module.parameters():
-        made[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     copied = _copied_module(module, made)
     for child in copied.modules():
         parameters = vars(child)["_parameters"]
