@@ -9,6 +9,7 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, gradient_of_part
+from cnnstrategies.pipeline.mixing import ProbeResult
 from cnnstrategies.pipeline.watched import StoredKey
 from cnnstrategies.placed import Places
 
@@ -22,6 +23,7 @@ class MicrobatchTerms:
         before: Values from before the forwards.
         arguments: The stage's arguments by microbatch of this rank.
         keeps_arguments: Whether :meth:`add` keeps arguments, for a probe of the rules.
+        first_verdict: Result of a probe of this rank's first microbatch; None before a probe.
     """
 
     def __init__(self, rows: BatchRows) -> None:
@@ -30,6 +32,7 @@ class MicrobatchTerms:
         self.before: dict[StoredKey, Any] = {}
         self.arguments: dict[int, tuple[Any, ...]] = {}
         self.keeps_arguments = True
+        self.first_verdict: ProbeResult | None = None
         self._without_graph: set[int] = set()
 
     def add(

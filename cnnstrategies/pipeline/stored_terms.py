@@ -156,6 +156,9 @@ class CallTerms:
             self._microbatches.add(microbatch, StoredValues.of({}), {}, arguments)
         else:
             self._microbatches.add(microbatch, StoredValues.of(watch.take()), watch.before, arguments)
+            if len(self._ran) == 1:
+                with torch.set_grad_enabled(self._needs_gradient):
+                    terms.rules.begin(self._microbatches, self._form, self._needs_gradient)
         return result
 
     def drop_arguments(self) -> None:

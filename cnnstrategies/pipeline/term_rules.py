@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, is_same
 from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
-from cnnstrategies.pipeline.mixing import MixingProbe, ProbeResult
+from cnnstrategies.pipeline.mixing import Arguments, MixingProbe, ProbeResult
 from cnnstrategies.pipeline.mixing_backward import reason_of_backward
 from cnnstrategies.placed import Places
 
@@ -26,6 +26,20 @@ class TermRules:
     def are_known(self, form: Hashable) -> bool:
         """Whether the rules for batches of a form are known."""
         return form in self._known
+
+    def begin(self, terms: MicrobatchTerms, form: Hashable, needs_gradient: bool) -> None:
+        """Probe this rank's first microbatch before the second one runs, if the rules for the batch are not known.
+
+        After the last microbatch all activations exist, and with the probe's the first step would need more memory than
+        later steps.
+
+        Args:
+            terms: What the first microbatch has stored.
+            form: See :meth:`find`.
+            needs_gradient: See :meth:`find`.
+        """
+        if terms.keeps_arguments and not terms.is_one_part and form not in self._known and terms.first_key is None:
+            self.own_verdict(terms, needs_gradient)
 
     def find(
         self, terms: MicrobatchTerms, form: Hashable, needs_gradient: bool, sets_parameters: bool
@@ -78,7 +92,14 @@ class TermRules:
         if terms.first_key is None and samples and samples[0] > 2:
             # Only results are compared, and parts of a microbatch show whether samples mix. The whole batch at once
             # would need more memory than any step.
-            arguments, samples = arguments[:1], samples[:1]
+            if terms.first_verdict is None:
+                terms.first_verdict = self._probed(arguments[:1], samples[:1], needs_gradient)
+            return terms.first_verdict
+        return self._probed(arguments, samples, needs_gradient)
+
+    def _probed(
+        self, arguments: Sequence[Arguments], samples: Sequence[int], needs_gradient: bool
+    ) -> ProbeResult | None:
         verdict = self._probe.verdict(arguments, samples)
         if verdict is not None and verdict.reason is None and needs_gradient:
             reason = reason_of_backward(self._probe, arguments, samples, verdict.has_rows)

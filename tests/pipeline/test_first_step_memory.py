@@ -5,11 +5,13 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from ranks import run_ranks
 from test_placed_network import placed
 from torch import nn
@@ -18,6 +20,7 @@ from cnnstrategies.pipeline import combining, compared_gradients, first_forward
 from cnnstrategies.pipeline.compared_gradients import Sketch
 from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.strategies.loss_comparison import compare_with_parts
 
 WIDTH, LAYERS = 128, 12
 
@@ -30,8 +33,27 @@ def held(counter: Any, function: Callable[[], Any]) -> tuple[int, int, Any]:
     return counter.now - before, counter.most - before, result
 
 
-def peaks(make_counter: Callable[[], Any]) -> tuple[int, list[int], list[int]]:
-    """Return the bytes of the stage's parameters, and the peaks of two forwards and of their steps."""
+class Regression(LightningModule):
+    """A module whose loss is a mean over samples.
+
+    Args:
+        network: The network.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.trainer = SimpleNamespace(loggers=[])  # type: ignore[assignment]
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.network(batch[0]).square().mean()
+
+
+def peaks(make_counter: Callable[[], Any]) -> tuple[int, int, list[int], list[int], list[int]]:
+    """Return the peak of a loss's comparison, the bytes of the stage's parameters, and the peaks of two steps.
+
+    Of the steps, the peaks of the forwards come first. The last peaks are those of two steps with large activations.
+    """
     first_forward.CHUNK = compared_gradients.CHUNK = combining.PIECE = 1024  # The layers are small.
     counter = make_counter()
     torch.manual_seed(0)
@@ -39,17 +61,28 @@ def peaks(make_counter: Callable[[], Any]) -> tuple[int, list[int], list[int]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     places = Places(rank, size, GlooLink(dist.new_group(range(size)), rank, size))  # type: ignore[arg-type]
     images = torch.randn(4, WIDTH)
-    forwards, steps = [], []
+    _, of_comparison, comparison = held(counter, lambda: compare_with_parts(Regression(network), [images], 0))
+    assert comparison.kind == "mean", comparison
     with placed(network, [str(LAYERS // 2)], (1, 1), places, 2) as divided:
         parameters = sum(parameter.nbytes for parameter in divided.runner.parameters)
-        for _ in range(2):
-            kept, of_forward, loss = held(counter, lambda: network(images).square().mean())
-            _, of_backward, _ = held(counter, loss.backward)
-            forwards.append(of_forward)
-            steps.append(max(of_forward, kept + of_backward))
-            network.zero_grad()
+        forwards, steps = two_steps(counter, network, images)
+    network = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(LAYERS)])
+    with placed(network, [str(LAYERS // 2)], (1, 1), places, 2):
+        of_images = two_steps(counter, network, torch.randn(6, 8, 32, 32))[1]
     places.messages.close()
-    return parameters, forwards, steps
+    return of_comparison, parameters, forwards, steps, of_images
+
+
+def two_steps(counter: Any, network: nn.Module, images: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the peaks of two forwards, and of their steps."""
+    forwards, steps = [], []
+    for _ in range(2):
+        kept, of_forward, loss = held(counter, lambda: network(images).square().mean())
+        _, of_backward, _ = held(counter, loss.backward)
+        forwards.append(of_forward)
+        steps.append(max(of_forward, kept + of_backward))
+        network.zero_grad()
+    return forwards, steps
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the counter of bytes is compiled")
@@ -57,12 +90,14 @@ def test_the_first_step_needs_the_memory_of_later_steps(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks/planning")
     counted = importlib.import_module("counted")
     results = run_ranks(2, peaks, partial(counted.Counted, counted.build(tmp_path)))
-    for parameters, (first, later), (first_step, later_step) in results:
+    for of_comparison, parameters, (first, later), (first_step, later_step), of_images in results:
         layer = 4 * WIDTH * (WIDTH + 1)
+        assert of_comparison < 2.5 * layer, "the comparison of a loss copies no parameters"
         assert later < layer, "activations are small"
         assert first < later + 2.5 * layer, "the first forward holds one gradient and a copy of it, but not all"
         assert later_step > parameters, "a step holds the gradients"
         assert first_step <= later_step + layer / 2
+        assert of_images[0] < 1.02 * of_images[1], "two of six samples are probed while few activations exist"
 
 
 def assign(weight: nn.Parameter) -> None:
