@@ -200,22 +200,24 @@ def replica_peak(
         state: Size of the training state.
         batches: Number of batches whose gradients are accumulated for a step.
         buckets: Size of the buffers from which gradients are sent, as a multiple of the gradients' size.
-        shared: Bytes of other buffers of messages, see :func:`shared_slices`.
+        shared: Bytes of buffers that exist from a backward until the new parameters have arrived, before the end of the
+            next forward; see :func:`shared_slices`.
     """
     part = part_memory(costs, 0, len(costs.nodes))
     held = PeakMemory(
         parameters=part.parameters,
         optimizer=state.copies * part.gradients,
-        messages=round(buckets * part.gradients) + shared,
+        messages=round(buckets * part.gradients),
         images=costs.input_bytes,
         framework=costs.framework_bytes,
     )
     backward = part.backward if batches == 1 else part.adding
+    gradients, outputs = part.gradients if batches > 1 else 0, (LOSS_TENSORS + 1) * costs.output_bytes
     return largest(
         (
             _at(held, part.forward, part.gradients, outputs=LOSS_TENSORS * costs.output_bytes),
-            _at(held, backward, part.gradients if batches > 1 else 0, outputs=(LOSS_TENSORS + 1) * costs.output_bytes),
-            _update(held, part, state),
+            _at(held, backward, gradients, messages=shared, outputs=outputs),
+            _update(replace(held, messages=held.messages + shared), part, state),
         )
     )
 

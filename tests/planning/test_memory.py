@@ -59,6 +59,9 @@ def test_a_peak_is_that_of_the_fullest_phase() -> None:
     assert replica_peak(heavy, OptimizerMemory(1), batches=2).gradients == 1000
     assert replica_peak(heavy, OptimizerMemory(1), batches=2).workspaces == 2600
     assert replica_peak(costs, OptimizerMemory(1), buckets=1.5).messages == 1500
+    # Slices of small parameters exist in the backward, and not at the end of the forward.
+    assert replica_peak(costs, OptimizerMemory(1), shared=50) == replica_peak(costs, OptimizerMemory(1))
+    assert replica_peak(heavy, OptimizerMemory(1), shared=50).messages == 50
 
 
 @pytest.mark.light
