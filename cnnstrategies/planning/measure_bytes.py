@@ -33,10 +33,14 @@ def bytes_of(traced: fx.GraphModule, images: Images, samples: int) -> GraphCosts
 
 
 def on_meta(traced: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a network on the meta device. No tensor is copied."""
+    """Return a copy of a network on the meta device. No tensor is copied but counts.
+
+    A forward may read a count, as BatchNorm with ``momentum=None`` reads its number of batches.
+    """
     copies: dict[int, Tensor] = {}
     for parameter in traced.parameters():
         copies[id(parameter)] = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
     for buffer in traced.buffers():
-        copies[id(buffer)] = buffer.detach().to(META)
+        is_count = buffer.ndim == 0 and not (buffer.is_floating_point() or buffer.is_complex())
+        copies[id(buffer)] = buffer.detach().cpu().clone() if is_count else buffer.detach().to(META)
     return copy.deepcopy(traced, copies)

@@ -139,6 +139,18 @@ def test_bytes_do_not_depend_on_the_device_that_computes() -> None:
     assert by_name["second"].workspace_bytes == 16 * 16 * 9 * 4, "the weights in the order of oneDNN"
 
 
+@pytest.mark.light
+def test_bytes_of_a_batch_norm_that_reads_its_number_of_batches() -> None:
+    def network(momentum: float | None) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.Flatten())
+
+    usual, mean = (trace_open(network(momentum), True) for momentum in (0.1, None))
+    images = torch.randn(2, 3, 8, 8)
+    of_usual, of_mean = (bytes_of(traced, images, 4) for traced in (usual, mean))
+    assert [node.saved_bytes for node in of_mean.nodes] == [node.saved_bytes for node in of_usual.nodes]
+    assert mean.get_buffer("1.num_batches_tracked") == 0
+
+
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
