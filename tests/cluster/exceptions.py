@@ -51,19 +51,11 @@ class Failing(NamedTuple):
         assert len(saved) == (self.fails is None), log
 
 
-def several_runs(*runs: Failing, killed: str = "") -> list[str]:
-    """Return the arguments after the interpreter for a launcher that starts the runs, one after the other.
-
-    Args:
-        runs: Runs that end with an exception.
-        killed: Strategy of another run, the last one, whose rank 1 is killed in step 2; empty for none.
-    """
+def several_runs(*runs: Failing) -> list[str]:
+    """Return the arguments after the interpreter for a launcher that starts the runs, one after the other."""
     listed = []
     for run in runs:
         fault = fault_arguments(victim="nobody", rank="null" if run.fails is None else run.fails, step=2)
         options = (f"--trainer.strategy={run.strategy}", f"--run_name={run.name}", "--trainer.num_sanity_val_steps=0")
         listed.append((run.name, fit(*options, *fault, "--checkpoint.save_on_exception=true")))
-    if killed:
-        options = (f"--trainer.strategy={killed}", f"--run_name={killed}-killed", "--trainer.num_sanity_val_steps=0")
-        listed.append((f"{killed}-killed", fit(*options, *fault_arguments(step=2))))
     return ["-m", "cluster.several_runs", json.dumps(listed)]
