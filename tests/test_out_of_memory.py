@@ -101,9 +101,9 @@ def test_a_killed_process_leaves_its_newest_record_until_the_run_has_ended(monke
         assert last_record(rank) == ""
         # What other ranks of the same launcher read. Of the killed ranks, one has a damaged record, and two are left.
         assert run_apart(lambda: killed_sibling("host:1 other")) is None, "a rank of another run"
-        *found, nothing = [run_apart(lambda: killed_sibling("host:1 folder")) for _ in range(3)]
+        *siblings, nothing = [run_apart(lambda: killed_sibling("host:1 folder")) for _ in range(3)]
         assert nothing is None, "each of them is found once"
-        for number, text in found:
+        for number, text in siblings:
             assert number == 1
             assert text.startswith("in step 2 it had held ")
     assert not list(tmp_path.iterdir())

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
@@ -55,6 +55,7 @@ from cnnstrategies.strategies.failing import (
     report_from_ranks,
 )
 from cnnstrategies.strategies.predicted_memory import predicted_memory
+from cnnstrategies.strategies.protocol import facts_of
 
 
 @contextlib.contextmanager
@@ -320,7 +321,7 @@ def _print_killed_beside(trainer: Trainer) -> None:
 
 def _killed_beside(trainer: Trainer) -> str | None:
     """Return a text about a killed rank of a run that a launcher such as torchrun has started on this machine."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
+    environment = facts_of(trainer.strategy).environment
     # Rank 0 reads the exit codes of ranks that it has started. They have Lightning's own environment.
     if environment is None or isinstance(environment, LightningEnvironment):
         return None
