@@ -1,45 +1,51 @@
-"""Mutants of divided images: rows at the edges, their gradients, statistics and positions."""
+"""Mutants of training with divided images."""
 
-import test_random_layers
-import test_spatial_operations
-from mutants.faulty import replaces
+import test_spatial
+import torch
+from mutants.faulty import removes, replaces
 
-from cnnstrategies.spatial import norms
-from cnnstrategies.spatial.parts import SpatialParts
-from cnnstrategies.spatial.pooling import _Pool
+from cnnstrategies.pipeline.generator_states import GeneratorStates
+from cnnstrategies.spatial import SpatialParts
+from cnnstrategies.spatial.norms import statistics
+from cnnstrategies.strategies.spatial.groups import ImageGroups
+from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first
 
-check_rule = test_spatial_operations.test_rules_give_results_and_gradients_of_one_process
+two_parts = test_spatial.test_two_parts_train_as_one_process
+groups = test_spatial.test_groups_train_as_ddp
+
+removes(average_gradients, "groups keep their own gradients", killed_by=groups, takes_long=True)
+removes(
+    ImageGroups.same_random_numbers,
+    "ranks of a group draw their own random numbers",
+    killed_by=test_spatial.test_ranks_of_a_group_get_the_same_batches,
+)
 
 
-@replaces(SpatialParts.fetch, killed_by=check_rule, name="conv2d")
-def a_halo_is_one_row_too_thin(original, self, rows, axis, held, wanted, fill=0):
-    window = original(self, rows, axis, held, wanted, fill)
-    if held[self.rank][1] < wanted[self.rank][1]:
-        window.narrow(axis, window.shape[axis] - 1, 1).fill_(fill)
-    return window
+@replaces(copy_first, killed_by=groups, takes_long=True)
+def each_group_keeps_its_own_running_statistics(original, tensors, group=None):
+    if group is None:
+        original(tensors)
 
 
-@replaces(SpatialParts.give_back, killed_by=check_rule, name="conv_transpose2d")
+@replaces(SpatialParts.give_back, killed_by=two_parts, takes_long=True)
 def gradients_of_halos_are_not_added(original, self, values, axis, held, wanted):
     (start, end), (low, _) = held[self.rank], wanted[self.rank]
-    values = values.clone()
-    values.narrow(axis, 0, min(max(start - low, 0), values.shape[axis])).zero_()
-    kept = min(max(end - low, 0), values.shape[axis])
-    values.narrow(axis, kept, values.shape[axis] - kept).zero_()
-    return original(self, values, axis, held, wanted)
+    total = original(self, values, axis, held, wanted)
+    if low <= start and end - low <= values.shape[axis]:
+        total.copy_(values.narrow(axis, start - low, end - start))
+    return total
 
 
-@replaces(norms.statistics, killed_by=check_rule, name="batch_norm")
-def statistics_are_those_of_a_part(original, parts, rows, dimensions, keepdim=False):
-    variance, mean = rows.var(dimensions, correction=0, keepdim=keepdim), rows.mean(dimensions, keepdim=keepdim)
+@replaces(statistics, killed_by=two_parts, takes_long=True)
+def batch_norm_sees_one_part(original, parts, rows, dimensions, keepdim=False):
+    variance, mean = torch.var_mean(rows, dimensions, correction=0, keepdim=keepdim)
+    original(parts, rows, dimensions, keepdim)
     return mean, variance
 
 
-@replaces(SpatialParts.sums, killed_by=test_random_layers.test_random_layers_equal_one_process, part=0)
-def gradients_of_weights_are_those_of_a_part(original, self, tensors):
-    return list(tensors)
-
-
-@replaces(_Pool.moved, killed_by=check_rule, name="max_pool2d")
-def positions_of_maxima_are_those_in_a_part(original, self, positions, length, new_length, offset):
-    return positions
+@replaces(
+    GeneratorStates.changed,
+    killed_by=test_spatial.test_ranks_of_a_group_get_the_same_batches,
+)
+def numbers_that_a_loader_draws_are_not_drawn_elsewhere(original, self, later):
+    return set()

@@ -1,11 +1,30 @@
 """Training with divided images gives what one process gives, and groups of devices give what DDP gives."""
 
-import torch
-from ranks import run_apart, run_ranks
-from spatial_programs import PROGRAMS, train_all
-from torch import Tensor
+import random
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
 
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import quiet_trainer
+from lightning.pytorch import LightningModule
+from parts_in_turn import on_parts
+from ranks import run_apart, run_ranks
+from spatial_programs import CLASSES, PROGRAMS, OwnModule, images_with, train_all
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.spatial import RowsTensor, SpatialParts
 from cnnstrategies.strategies import SpatialStrategy
+from cnnstrategies.strategies.spatial.checks import check_division
+from cnnstrategies.strategies.spatial.groups import ImageGroups
+from cnnstrategies.strategies.spatial.loading import GroupLoader
+from cnnstrategies.strategies.spatial.parted_batches import part_batch
+from cnnstrategies.strategies.spatial.step_costs import describe_costs
 
 TIMEOUT = 60.0
 ALL = tuple(PROGRAMS)
@@ -48,3 +67,147 @@ def test_groups_train_as_ddp() -> None:
     expected = run_ranks(2, train_all, ddp, 2, [name])
     for rank, report in enumerate(reports):
         check(report[name], expected[rank // 2][name], rank, name)
+
+
+class Compiling(LightningModule):
+    """A module of which a part is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Conv2d(3, 3, 3))
+        self.network[0].compile()
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"parts": 0}, "parts=0: an image has at least one part; use 2 or more to divide images"),
+        ({"axis": 2}, "axis=2: count dimensions of images from the last one: -1 is the width, -2 the height"),
+        ({"static_graph": True}, r"SpatialStrategy\(static_graph=...\): the strategy has no such option"),
+    ],
+)
+def test_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        SpatialStrategy(**options)
+
+
+@pytest.mark.light
+def test_what_cannot_be_divided_is_refused_before_processes_start() -> None:
+    strategy = SpatialStrategy(start_method="fork")
+    trainer = quiet_trainer(strategy, 3)
+    with pytest.raises(ConfigurationError, match=r"parts=2: 3 devices cannot .* trainer.devices to a multiple .* 4"):
+        trainer.fit(OwnModule(nn.Identity()))
+    with pytest.raises(ConfigurationError, match=r"sync_batchnorm=True: .* set trainer.sync_batchnorm to false"):
+        quiet_trainer(SpatialStrategy(start_method="fork"), 2, sync_batchnorm=True).fit(OwnModule(nn.Identity()))
+    with pytest.raises(ConfigurationError, match=r"network.0 is compiled: .* leave torch.compile out, or use ddp"):
+        strategy.check_job(Compiling(), 4)
+    classifier = ImageClassifier(nn.Identity(), CLASSES, compile_backend="inductor")
+    with pytest.raises(ConfigurationError, match="compile_backend='inductor' of ImageClassifier"):
+        strategy.check_job(classifier, 4)
+    loader = DataLoader(images_with(False), 2, sampler=DistributedSampler(images_with(False), 4, 0))
+    with pytest.raises(ConfigurationError, match=r"DistributedSampler has num_replicas=4: .* among 2 ranks only"):
+        check_division(loader, 2, 2, lambda row: [row, row])
+    with pytest.raises(ConfigurationError, match=r"different data sets or samplers: .* among 1 rank only"):
+        check_division(DataLoader(images_with(False)), 1, 2, lambda row: [row, [number + 1 for number in row]])
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("axis", "chosen", "divided"),
+    [(None, -1, [0, 1, 3]), (-2, -2, [0, 1, 3]), (-3, -3, [])],
+)
+def test_images_and_targets_of_pixels_are_divided(axis: int | None, chosen: int, divided: list[int]) -> None:
+    tensors = [
+        torch.zeros(2, 3, 4, 5),
+        torch.zeros(2, 4, 5, dtype=torch.long),
+        torch.zeros(2, 5),
+        torch.zeros(2, 1, 4, 5),
+    ]
+    if not divided:
+        with pytest.raises(ConfigurationError, match=r"axis=-3: images of shape \(2, 3, 4, 5\) do not have a depth"):
+            part_batch(tensors, axis)
+        return
+    parted, wholes = part_batch({"batch": tensors, "names": ["a", "b"]}, axis)
+    assert parted.axis == chosen
+    assert [next(index for index, tensor in enumerate(tensors) if tensor is whole) for whole in wholes] == divided
+    with pytest.raises(ConfigurationError, match=r"batch\[0\]: a tensor that requires a gradient .* cannot be sent"):
+        part_batch([torch.zeros(2, 3, 4, 5, requires_grad=True)], axis)
+
+
+@pytest.mark.light
+def test_the_line_about_the_first_step_names_operations_that_needed_all_rows() -> None:
+    def main(parts: SpatialParts) -> str:
+        images = parts.scatter(torch.ones(1, 1, 4, 250_000), -2)
+        before = parts.sent_bytes
+        parts.gathers.clear()
+        images.sort(-2)
+        return describe_costs(parts, before)
+
+    for text in on_parts(2, main):
+        assert re.fullmatch(
+            r"spatial: in the first step, this rank has sent 2.0 MB of rows to other ranks, and has received all rows "
+            r"for sort at .*test_spatial.py:\d+ \(2.0 MB\)",
+            text,
+        ), text
+
+
+class Record(NamedTuple):
+    """A batch of a user's own class."""
+
+    images: Tensor
+    masks: Tensor
+    names: list[str]
+
+
+class Stream(IterableDataset[Any]):
+    """Batches of several sizes, with random numbers that the loader draws in this process."""
+
+    def __init__(self, part: int = 0) -> None:
+        self.part = part
+
+    def __iter__(self) -> Iterator[Record]:
+        for height, width in ((5, 9), (8, 3), (1, 1)):
+            images = torch.rand(2, 3, height, width) + self.part
+            masks = torch.arange(2 * height * width).view(2, height, width) + self.part
+            yield Record(images, masks, [f"{height} x {width}", str(random.random())])
+
+
+def load_streams() -> Any:
+    """Return what the ranks of a group have of the batches of a stream, and the error for a divided stream."""
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    groups = ImageGroups(dist.get_rank(), 2, 2, torch.device("cpu"), timedelta(seconds=60))
+    groups.same_random_numbers()
+    first = torch.rand(()), random.random()
+    loader = GroupLoader(DataLoader(Stream(), batch_size=None), groups, None, is_predicting=False)
+    received = []
+    for batch in loader:
+        assert type(batch) is Record
+        assert (type(batch.images), type(batch.masks)) == (RowsTensor, RowsTensor)
+        assert batch.images.row_layout.axis == 2 + (batch.images.shape[3] > batch.images.shape[2])
+        received.append([groups.parts.gather(batch.images, "test"), groups.parts.gather(batch.masks, "test")])
+        received[-1] += [batch.names, torch.rand(()), random.random()]
+    try:
+        next(iter(GroupLoader(DataLoader(Stream(dist.get_rank()), batch_size=None), groups, None, is_predicting=False)))
+    except ConfigurationError as error:
+        return first, received, str(error)
+    return first, received, "no error"
+
+
+def test_ranks_of_a_group_get_the_same_batches() -> None:
+    """The generators of both ranks continue as they do on one device, on which rank 0's program would run alone."""
+    torch.manual_seed(0)
+    random.seed(0)
+    expected_first = torch.rand(()), random.random()
+    expected = [[batch.images, batch.masks, batch.names, torch.rand(()), random.random()] for batch in one_stream()]
+    for first, received, error in run_ranks(2, load_streams):
+        assert first == expected_first
+        torch.testing.assert_close([batch[:2] for batch in received], [batch[:2] for batch in expected], rtol=0, atol=0)
+        assert [batch[2:] for batch in received] == [batch[2:] for batch in expected]
+        assert error.startswith("the ranks of a group load different batches: with parts=2 each 2 ranks get parts")
+
+
+def one_stream() -> Iterator[Record]:
+    """Return the batches of one device, where the loader compares nothing."""
+    yield from DataLoader(Stream(), batch_size=None)

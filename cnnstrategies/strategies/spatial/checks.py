@@ -3,7 +3,10 @@
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 
+from cnnstrategies._lightning_private import is_compiled_whole
+from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.data.division import describe_loader, divided_among, has_map, same_loaders
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.gathering import GatherRows
@@ -47,6 +50,24 @@ def check_devices(parts: int, devices: int, device: torch.device, backend: str |
         raise ConfigurationError(
             "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
         )
+
+
+def check_not_compiled(module: LightningModule) -> None:
+    """Refuse a module that is compiled, or that a callback would compile.
+
+    Raises:
+        ConfigurationError: The module, a part of it or a callback uses ``torch.compile``.
+    """
+    remedy = "spatial divides the operations of a module that is not compiled; leave torch.compile out, or use ddp"
+    trainer = getattr(module, "_trainer", None)
+    for owner in (module, *(() if trainer is None else trainer.callbacks)):
+        if (backend := getattr(owner, "compile_backend", None)) is not None:
+            raise ConfigurationError(f"compile_backend={backend!r} of {type(owner).__name__}: {remedy}")
+    if is_compiled_whole(module):
+        raise ConfigurationError(f"{type(module).__name__} is compiled: {remedy}")
+    for name, layer in module.named_modules():
+        if is_compiled(layer):
+            raise ConfigurationError(f"{name or type(module).__name__} is compiled: {remedy}")
 
 
 def check_division(loader: Any, replicas: int, parts: int, gather: GatherRows) -> None:

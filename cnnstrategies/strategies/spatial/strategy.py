@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import keep_batches, leave_samplers
+from cnnstrategies._lightning_private import allow_skipped_steps, keep_batches, leave_samplers
 from cnnstrategies.data.division import is_divided
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.generator_states import GeneratorStates
@@ -26,12 +27,13 @@ from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
 from cnnstrategies.strategies.protocol import StrategyFacts
 from cnnstrategies.strategies.sample_weights import weigh_samples
-from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_parts
+from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_not_compiled, check_parts
 from cnnstrategies.strategies.spatial.groups import ImageGroups, default_group
 from cnnstrategies.strategies.spatial.loading import GroupLoader
 from cnnstrategies.strategies.spatial.parted_batches import check_axis, describe_axis
 from cnnstrategies.strategies.spatial.predictions import predictions_of_group
 from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first, metrics_of_replicas, whole_tensor
+from cnnstrategies.strategies.spatial.step_costs import describe_costs
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
@@ -79,6 +81,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         self._everyone: dist.ProcessGroup | None = None
         self._contexts = ExitStack()
         self._accumulates = self._buffers_differ = self._failed = False
+        self._sent_before: int | None = None  # Bytes that were sent before the first step; -1 after the second began.
         self._examined: tuple[object, bool] | None = None  # The last loader, and whether its data are divided.
 
     # Before the processes start
@@ -93,10 +96,13 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     def _check(self, devices: int) -> None:
         device = self.root_device
         check_devices(self.parts, devices, device, self.process_group_backend, self._layer_sync is not None)
+        if self.lightning_module is not None:
+            check_not_compiled(self.lightning_module)
 
     @override
     def check_job(self, module: LightningModule, processes: int) -> None:
         check_devices(self.parts, processes, CPU, None, False)
+        check_not_compiled(module)
 
     # Set-up
 
@@ -127,6 +133,9 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         self._accumulates = self._buffers_differ = False
+        self._sent_before = None
+        if self.replicas == 1:
+            allow_skipped_steps(trainer)  # All ranks have the same batch, so they skip the same steps.
         self._ranks.same_random_numbers()
         self._contexts.enter_context(self._ranks.parts)
         self._contexts.enter_context(metrics_of_replicas(self._ranks.counterparts))
@@ -235,6 +244,18 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         self._ranks.parts.plain_gradients(parameters)
         if not self._accumulates:
             average_gradients(parameters, self._ranks.counterparts)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Print what the first step has sent, at the start of the second step."""
+        super().on_train_batch_start(batch, batch_idx)
+        parts = self._ranks.parts
+        if self._sent_before is None:
+            self._sent_before = parts.sent_bytes
+            parts.gathers.clear()
+        elif self._sent_before >= 0:
+            rank_zero_info(describe_costs(parts, self._sent_before))
+            self._sent_before = -1
 
     # Collectives
 
