@@ -43,7 +43,8 @@ def _forms(network: nn.Module) -> dict[str, Any]:
 class CopiedForward:
     """The ``forward`` of a copy of a divided network until the first call, which divides the copy.
 
-    Many copies are never called, for example copies that only hold averaged weights.
+    Many copies are never called, for example copies that only hold averaged weights. A copy that ``copy.deepcopy`` is
+    making is found in the argument ``memo`` of ``__deepcopy__``, by the id of the original.
 
     Args:
         original: The divided network.
@@ -72,28 +73,11 @@ class CopiedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CopiedForward":
         """Return the ``forward`` of a copy of the copy."""
-        return copied_forward(self._original, self._network, memo, self._install)
+        return CopiedForward(self._original, memo.get(id(self._network)), self._install)
 
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""
         return pickled_forward(self._network)
-
-
-def copied_forward(
-    original: "PlacedNetwork",
-    network: nn.Module | None,
-    memo: dict[int, Any],
-    install: Callable[["PlacedNetwork"], Any],
-) -> CopiedForward:
-    """Return the ``forward`` of a copy that ``copy.deepcopy`` is making.
-
-    Args:
-        original: The divided network.
-        network: The network that is copied: the divided network, or a copy of it.
-        memo: The argument of ``__deepcopy__``: copied objects by the ids of the originals.
-        install: See `CopiedForward`.
-    """
-    return CopiedForward(original, memo.get(id(network)), install)
 
 
 def pickled_forward(network: nn.Module | None) -> Any:

@@ -13,7 +13,7 @@ from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
 from cnnstrategies.pipeline.known_forms import KnownForm, form_of
-from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
+from cnnstrategies.pipeline.network_copies import CopiedForward, pickled_forward
 from cnnstrategies.pipeline.noted_contents import NotedContents
 from cnnstrategies.pipeline.placed_call import PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
@@ -150,7 +150,7 @@ class PlacedNetwork:
         def install(placed: "PlacedNetwork") -> None:
             vars(placed.division.network)["forward"] = placed
 
-        return copied_forward(self, self.division.network, memo, install)
+        return CopiedForward(self, memo.get(id(self.division.network)), install)
 
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""

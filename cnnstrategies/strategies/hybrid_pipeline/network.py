@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import has_own_forward
-from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
+from cnnstrategies.pipeline.network_copies import CopiedForward, pickled_forward
 from cnnstrategies.pipeline.network_inputs import as_images, inputs_of_call, network_inputs
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -99,7 +99,7 @@ class DividedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the attribute ``forward`` of a copy of the network, which is divided as well."""
-        return copied_forward(self.placed, self.network, memo, DividedForward)
+        return CopiedForward(self.placed, memo.get(id(self.network)), DividedForward)
 
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""
