@@ -47,6 +47,14 @@ def is_compiling() -> bool:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def compile_again_for_other_hooks() -> None:
+    """Let compiled functions notice from now on that a module has other hooks than when they were compiled.
+
+    By default, `torch.compile` does not run a hook that was registered after the compilation.
+    """
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
 # Returns a function that runs without `torch.compile`, and imports the compiler not before its first call.
 not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
 # The operation that `Tensor.item`, `float(tensor)` and `if tensor` call. It makes the CPU wait for the device.

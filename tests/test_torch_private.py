@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from cnnstrategies._torch_private import (
     PARTS_OF_A_SCHEDULE,
     communication_seconds,
+    compile_again_for_other_hooks,
     default_store,
     functions_without,
     is_compiling,
@@ -84,6 +85,15 @@ def test_the_rules_for_operations_run_without_torchs_wrapper():
     with Places(0, 1, None):  # A single rank has no messages.
         doubled = torch.compile(lambda values: values * 2, backend="eager")
         assert doubled(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_compiled_function_runs_a_hook_that_was_registered_after_its_compilation():
+    module = nn.Sequential(nn.Identity())
+    compile_again_for_other_hooks()
+    run = torch.compile(lambda values: module(values), backend="eager")
+    assert run(torch.ones(2)).tolist() == [1.0, 1.0]
+    module[0].register_forward_hook(lambda module, inputs, output: output * 3)
+    assert run(torch.ones(2)).tolist() == [3.0, 3.0]
 
 
 def test_a_function_mode_is_on_again_below_modes_that_a_generator_has_entered():

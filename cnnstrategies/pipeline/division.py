@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from cnnstrategies._torch_private import has_hooks
+from cnnstrategies._torch_private import compile_again_for_other_hooks, has_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.graph_checks import graph_module, known
 from cnnstrategies.pipeline.leaf_tracer import CallKey, call_keys
@@ -128,6 +128,7 @@ class Division:
 
     def compile(self, **options: Any) -> None:
         """Compile the stages. The arguments are passed to ``torch.compile``."""
+        compile_again_for_other_hooks()
         self._compile = lambda run: torch.compile(run, **options)
         self._traces = [replace(trace, runs=tuple(map(self._compile, trace.runs))) for trace in self._traces]
 

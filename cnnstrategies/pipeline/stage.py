@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from cnnstrategies._torch_private import compile_again_for_other_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.graph_checks import TracedModule
 from cnnstrategies.pipeline.node_uses import (
@@ -112,6 +113,7 @@ class StageModule(TracedModule):
 
         torch compiles a function for at most eight input shapes; for other shapes the function runs uncompiled.
         """
+        compile_again_for_other_hooks()
         self._run = {mode: torch.compile(run, *args, **kwargs) for mode, run in self._run.items()}
 
 

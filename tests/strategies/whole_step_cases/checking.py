@@ -15,8 +15,8 @@ TIMEOUT = 30.0
 
 def whole_step(case: Case, replicas: Sequence[int], **options: Any) -> Any:
     cuts = list(case.cuts[: len(replicas) - 1])
-    options |= {"cuts": cuts, "microbatches": case.microbatches, "submodule": case.submodule, "timeout": TIMEOUT}
-    return HybridPipelineStrategy(replicas=list(replicas), **options)
+    fixed = {"cuts": cuts, "microbatches": case.microbatches, "submodule": case.submodule}
+    return HybridPipelineStrategy(replicas=list(replicas), **{"timeout": TIMEOUT, **options, **fixed})
 
 
 def check_error(case: Case, replicas: Sequence[int]) -> None:
