@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.warm]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 GREEDY = """
 import os, signal

@@ -280,7 +280,7 @@ class StopsAlone(Callback):
     "options", [{}, pytest.param({"combine_per_node": True}, marks=pytest.mark.cluster)], ids=["sync", "combined"]
 )
 def test_a_worker_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any]) -> None:
-    strategy = ParameterServerStrategy(**options, timeout=0.5, start_method="fork")
+    strategy = ParameterServerStrategy(**options, timeout=6, start_method="fork")
     with pytest.raises(
         AssertionError, match="worker 0 in `step 2` for worker 1: one worker has finished an epoch or its training"
     ):
