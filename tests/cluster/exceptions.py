@@ -51,11 +51,16 @@ class Failing(NamedTuple):
         assert len(saved) == (self.fails is None), log
 
 
-def several_runs(*runs: Failing) -> list[str]:
-    """Return the arguments after the interpreter for a launcher that starts the runs, one after the other."""
-    listed = []
+def failing_runs(*runs: Failing) -> list[tuple[str, list[str], list[str]]]:
+    """Return the failing runs in the form in which `several_runs.py` reads runs."""
+    listed: list[tuple[str, list[str], list[str]]] = []
     for run in runs:
         fault = fault_arguments(victim="nobody", rank="null" if run.fails is None else run.fails, step=2)
         options = (f"--trainer.strategy={run.strategy}", f"--run_name={run.name}", "--trainer.num_sanity_val_steps=0")
-        listed.append((run.name, fit(*options, *fault, "--checkpoint.save_on_exception=true")))
-    return ["-m", "cluster.several_runs", json.dumps(listed)]
+        listed.append((run.name, fit(*options, *fault, "--checkpoint.save_on_exception=true"), []))
+    return listed
+
+
+def several_runs(*runs: tuple[str, list[str], list[str]]) -> list[str]:
+    """Return the arguments after the interpreter for a launcher that starts the runs, one after the other."""
+    return ["-m", "cluster.several_runs", json.dumps(runs)]

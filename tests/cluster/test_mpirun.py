@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.exceptions import Failing, several_runs
+from cluster.exceptions import Failing, failing_runs, several_runs
 from cluster.hosts import Network, missing, two_hosts
 from cluster.processes_of import PYTHON, Program, environment, fit
 from conftest import ROOT
@@ -88,7 +88,8 @@ def test_mpirun_passes_a_signal_on(tmp_path: Path, signum: int, code: int, secon
 
     mpirun waits for this time before it sends SIGTERM, and again before it kills the ranks, also if they have ended.
     """
-    few = ("--trainer.limit_train_batches=6", "--trainer.limit_val_batches=1", PAUSES)
+    # The run waits for the signal. Each epoch starts a loader worker and writes a checkpoint.
+    few = ("--trainer.limit_train_batches=20", "--trainer.limit_val_batches=1", PAUSES)
     arguments = fit("--trainer.max_epochs=3000", "--data.init_args.num_workers=1", "--stop.grace=60", *few)
     words = [*MPIRUN, "--mca", "odls_base_sigkill_timeout", seconds, "-n", "2", PYTHON, *arguments]
     program = Program(words, tmp_path / "log", PYTHONPATH=PATH)
@@ -107,7 +108,7 @@ def test_mpirun_passes_a_signal_on(tmp_path: Path, signum: int, code: int, secon
 def test_an_exception_ends_all_ranks_of_mpirun(tmp_path: Path) -> None:
     """The exception's own line is the last line, before mpirun's own report."""
     *before, last = [Failing("hybrid_pipeline", None), Failing("parameter_server", None), Failing("ddp", 1)]
-    words = [*MPIRUN, "-n", "2", PYTHON, *several_runs(*before, last)]
+    words = [*MPIRUN, "-n", "2", PYTHON, *several_runs(*failing_runs(*before, last))]
     program = Program(words, tmp_path / "log", PYTHONPATH=f"{PATH}{os.pathsep}{ROOT / 'tests'}")
     code = program.wait(300)
     ours, _, _ = program.output().partition("-----")

@@ -6,10 +6,11 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from cluster.exceptions import Failing, several_runs
+from cluster.exceptions import Failing, failing_runs, several_runs
 from cluster.processes_of import PYTHON, fit, process_with, wait_until
 from conftest import ROOT
 from fault_injection import PAUSES
@@ -28,11 +29,11 @@ cluster:
   partition: low
   time: "30"
   # The two nodes are on one machine, and their names cannot be resolved.
-  setup: [export MASTER_ADDR=127.0.0.1, "export PYTHONPATH={ROOT}", export OMP_NUM_THREADS=1]
+  setup: [export MASTER_ADDR=127.0.0.1, "export PYTHONPATH={ROOT}:{ROOT}/tests/strategies", export OMP_NUM_THREADS=1]
 """
 # Mixing is on: a resumed run must draw what the uninterrupted one draws.
 RUN = [
-    *("--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=48"),
+    *("--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=20"),
     *("--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1"),
 ]
 HYBRID = "--config=" + str(ROOT / "configs/experiments/digits_smallcnn_hybrid_1-1_cpu.yaml")
@@ -80,8 +81,11 @@ class Job:
 
 @submitted
 def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
-    """The job on 2 nodes is first warned of its end, and later pre-empted; its weights equal an uninterrupted run's."""
-    job = Job(slurm, run_cli, HYBRID, *RUN, f"--cluster.cpus_per_task={CPUS - 2}")
+    """The job on 2 nodes is first warned of its end, and later pre-empted; its weights equal an uninterrupted run's.
+
+    After each step the job pauses, so that SLURM's signals arrive long before its end.
+    """
+    job = Job(slurm, run_cli, HYBRID, *RUN, PAUSES, f"--cluster.cpus_per_task={CPUS - 2}")
     job.wait_for(job.last.exists)
     # Before the time limit SLURM sends this signal to the processes and not to the script.
     slurm.run("scancel", "--signal=USR1", job.number)
@@ -100,7 +104,7 @@ def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
     assert "Traceback" not in job.log, job.log
     assert job.log.count("Restored all states") == 2
     whole, ended = (torch.load(file, weights_only=True) for file in ("whole/last.ckpt", job.last))
-    assert whole["global_step"] == ended["global_step"] == 240, job.log
+    assert whole["global_step"] == ended["global_step"] == 100, job.log
     assert all(value.equal(ended["state_dict"][key]) for key, value in whole["state_dict"].items()), job.log
 
 
@@ -133,91 +137,97 @@ def test_a_job_that_slurm_refuses_leaves_nothing_behind(slurm, run_cli):
 
 STEPS = """#!/bin/bash
 cd {folder}
-export MASTER_ADDR=127.0.0.1 PYTHONPATH={root} OMP_NUM_THREADS=1
-step() {{ # $1: name of the run, $2: number of epochs, $3: file for which rank 0 of the run waits
-    srun -n2 --exact --output=$1.log bash -c '
-        while [[ $SLURM_PROCID = 0 && -n $3 && ! -e $3 ]]; do sleep 0.1; done
-        exec {fit} --run_name=$1 --trainer.max_epochs=$2' _ "$@"
-    echo $? > $1.code
-}}
-export MASTER_PORT={port}
-step second 3 runs/quickstart/first/checkpoints/last.ckpt &
-step first 2 &
-wait
+export MASTER_ADDR=127.0.0.1 MASTER_PORT={port} PYTHONPATH={path} OMP_NUM_THREADS=1
+srun -n2 --exact --output=a.log bash -c 'echo $SLURM_STEP_ID > a.step; exec "$@"' _ {a} &
+srun -n2 --exact --output=b.log {b}
+echo $? > b.code
+scancel --signal=TERM $SLURM_JOB_ID.$(<a.step)
+wait $!
+echo $? > a.code
 """
+FEW = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--data.init_args.num_workers=1")
+LONGER = ("--trainer.limit_train_batches=12",)  # Each epoch starts a loader worker and writes a checkpoint.
+EXCEPTIONS = (Failing("ddp", None), Failing("parameter_server", 1), Failing("hybrid_pipeline", 1))
+
+
+class Steps(NamedTuple):
+    """Two steps of an ended job, each with two ranks on one node. Each step has trained several times.
+
+    Attributes:
+        job: The job's number.
+        folder: Folder with the steps' files.
+    """
+
+    job: str
+    folder: Path
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def codes(self, name: str) -> list[str]:
+        return self.read(f"{name}.codes").split()
+
+    def report(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+
+
+@pytest.fixture(scope="module")
+def steps(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """Run both steps at the same time, because the ranks of each start import everything first.
+
+    Step a trains `first` and `digits`, and then raises exceptions. Step b trains `second` after `first` and, while
+    `digits` runs, starts a run with this name. Then SLURM sends SIGTERM to step a, which ends `digits`.
+    """
+    folder = tmp_path_factory.mktemp("steps")
+    first, digits = (str(folder / f"runs/quickstart/{name}/checkpoints/last.ckpt") for name in ("first", "digits"))
+    a = several_runs(
+        ("first", fit(*FEW, "--run_name=first", "--trainer.max_epochs=2"), []),
+        ("digits", fit(*FEW, "--run_name=digits", "--trainer.max_epochs=1000", *LONGER, PAUSES), []),
+        *failing_runs(*EXCEPTIONS),
+    )
+    b = several_runs(
+        ("second", fit(*FEW, "--run_name=second", "--trainer.max_epochs=3"), [first, str(folder)]),
+        ("refused", fit(*FEW, "--run_name=digits"), [digits, digits]),
+    )
+    programs = {"a": shlex.join([PYTHON, *a]), "b": shlex.join([PYTHON, *b])}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/strategies")))
+    (folder / "steps.sh").write_text(STEPS.format(folder=folder, path=path, port=free_port(), **programs))
+    options = ("--parsable", "--nodes=1", "--ntasks=4", f"--output={folder}/job.log")
+    ended = Steps(slurm.run("sbatch", *options, folder / "steps.sh").strip(), folder)
+    slurm.wait_for_the_end(ended.job, ended.report, 220)
+    return ended
 
 
 @stepped
-def test_two_steps_of_a_job_on_one_node_train_apart(slurm: Slurm, tmp_path: Path) -> None:
-    """Both steps have one MASTER_PORT. Rank 1 of the second step is there long before its own rank 0.
+def test_two_steps_of_a_job_on_one_node_train_apart(steps: Steps) -> None:
+    """Both steps have one MASTER_PORT. Rank 1 of the second run is there long before its own rank 0.
 
     Each run has another number of epochs, so that ranks of two runs could not end together.
     """
-    few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")
-    script = STEPS.format(folder=tmp_path, root=ROOT, port=free_port(), fit=shlex.join([PYTHON, *fit(*few)]))
-    (tmp_path / "steps.sh").write_text(script)
-    job = slurm.run(
-        "sbatch", "--parsable", "--nodes=1", "--ntasks=4", f"--output={tmp_path}/job.log", "steps.sh"
-    ).strip()
-    logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
-    slurm.wait_for_the_end(job, logs, 240)
     for epochs, name in ((2, "first"), (3, "second")):
-        assert (tmp_path / f"{name}.code").read_text().strip() == "0", logs()
-        checkpoint = torch.load(tmp_path / f"runs/quickstart/{name}/checkpoints/last.ckpt", weights_only=True)
-        assert checkpoint["global_step"] == 3 * epochs, logs()
-
-
-ONE_NAME = """#!/bin/bash
-cd {folder}
-export PYTHONPATH={root}:{root}/tests/strategies OMP_NUM_THREADS=1
-srun -n2 --exact --output=first.log {fit} --run_name=digits --trainer.max_epochs=1000 {pauses} &
-while [[ ! -e runs/quickstart/digits/checkpoints/last.ckpt ]]; do sleep 0.1; done
-srun -n2 --exact --output=second.log {fit} --run_name=digits
-echo $? > second.code
-scancel --signal=TERM $SLURM_JOB_ID.0
-wait $!
-echo $? > first.code
-"""
+        assert steps.codes(name) == ["0", "0"], steps.report()
+        checkpoint = torch.load(steps.folder / f"runs/quickstart/{name}/checkpoints/last.ckpt", weights_only=True)
+        assert checkpoint["global_step"] == 3 * epochs, steps.report()
 
 
 @stepped
-def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(steps: Steps) -> None:
     """Rank 0 prints the reason, and rank 1 does not wait for rank 0."""
-    few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--data.init_args.num_workers=1")
-    script = ONE_NAME.format(folder=tmp_path, root=ROOT, pauses=PAUSES, fit=shlex.join([PYTHON, *fit(*few)]))
-    (tmp_path / "steps.sh").write_text(script)
-    options = ("--parsable", "--nodes=1", "--ntasks=4", f"--output={tmp_path}/job.log")
-    job = slurm.run("sbatch", *options, "steps.sh").strip()
-    logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
-    slurm.wait_for_the_end(job, logs, 240)
-    codes = {name: (tmp_path / f"{name}.code").read_text().strip() for name in ("first", "second")}
-    assert codes == {"first": "143", "second": "2"}, logs()
-    stopped, refused = ((tmp_path / f"{name}.log").read_text() for name in ("first", "second"))
+    # As `srun`, this test takes the largest of the ranks' exit codes.
+    assert (max(map(int, steps.codes("digits"))), int(steps.read("b.code"))) == (143, 2), steps.report()
+    stopped, refused = steps.read("digits.log"), steps.read("b.log")
     # SLURM sends the signal to the loader workers as well.
     assert stopped.count("SIGTERM: stopping after this step") == stopped.count("Stopped by SIGTERM after step") == 1
     assert "Traceback" not in stopped, stopped
     assert refused.count("error: the run digits is already running: ") == 1, refused
-    assert f"SLURM step {job}.0) since 20" in refused, refused
-
-
-EXCEPTIONS = """#!/bin/bash
-cd {folder}
-export PYTHONPATH={root}:{root}/tests:{root}/tests/strategies OMP_NUM_THREADS=1
-srun -n2 --exact --output=step.log {program}
-echo $? > step.code
-"""
+    assert f"SLURM step {steps.job}.{steps.read('a.step').strip()}) since 20" in refused, refused
 
 
 @stepped
-def test_an_exception_ends_all_ranks_of_a_step(slurm: Slurm, tmp_path: Path) -> None:
+def test_an_exception_ends_all_ranks_of_a_step(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     """`srun` does not end the other rank. The last line of the log is the exception's own line."""
-    *before, last = [Failing("ddp", None), Failing("parameter_server", 1), Failing("hybrid_pipeline", 1)]
-    program = shlex.join([PYTHON, *several_runs(*before, last)])
-    (tmp_path / "steps.sh").write_text(EXCEPTIONS.format(folder=tmp_path, root=ROOT, program=program))
-    options = ("--parsable", "--nodes=1", "--ntasks=2", f"--output={tmp_path}/job.log")
-    job = slurm.run("sbatch", *options, "steps.sh").strip()
-    logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
-    slurm.wait_for_the_end(job, logs, 240)
-    last.check((tmp_path / "step.log").read_text(), (tmp_path / "step.code").read_text().split())
+    monkeypatch.chdir(steps.folder)
+    *before, last = EXCEPTIONS
+    last.check(steps.read("a.log"), steps.read("a.code").split())
     for run in before:
         run.check()

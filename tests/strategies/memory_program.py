@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies.strategies import HybridPipelineStrategy
 
-LAYERS, CHANNELS, SIZE, SAMPLES = 40, 4, 256, 48
+LAYERS, CHANNELS, SIZE, SAMPLES = 40, 4, 256, 24
 ACTIVATION = SAMPLES * CHANNELS * SIZE * SIZE * 4  # Bytes that each layer keeps for its backward.
 
 
