@@ -37,16 +37,17 @@ class GroupLink:
 
     Args:
         group: The process group of the ranks.
+        cpu_group: Process group of the same ranks for tensors on the CPU; by default `group`.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None = None) -> None:
+        self._group, self._cpu_group = group, group if cpu_group is None else cpu_group
         self.rank, self.count = group.rank(), group.size()
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send contiguous tensors to ranks, and receive into contiguous tensors from ranks."""
         posted = [
-            dist.P2POp(function, tensor.reshape(-1).view(torch.uint8), group=self._group, group_peer=peer)
+            dist.P2POp(function, tensor.reshape(-1).view(torch.uint8), group=self._group_for(tensor), group_peer=peer)
             for function, tensors in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in tensors.items()
         ]
@@ -56,5 +57,8 @@ class GroupLink:
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Return the sum, maximum or minimum of a tensor over the ranks."""
         total = tensor.to(_REDUCED_AS.get(tensor.dtype, tensor.dtype), copy=True).contiguous()
-        dist.all_reduce(total, OPERATIONS[operation], group=self._group)
+        dist.all_reduce(total, OPERATIONS[operation], group=self._group_for(total))
         return total.to(tensor.dtype)
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+        return self._cpu_group if tensor.device.type == "cpu" else self._group

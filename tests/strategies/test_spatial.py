@@ -105,6 +105,9 @@ def test_what_cannot_be_divided_is_refused_before_processes_start() -> None:
     classifier = ImageClassifier(nn.Identity(), CLASSES, compile_backend="inductor")
     with pytest.raises(ConfigurationError, match="compile_backend='inductor' of ImageClassifier"):
         strategy.check_job(classifier, 4)
+    lazy = OwnModule(nn.LazyConv2d(3, 3))
+    with pytest.raises(ConfigurationError, match=r"network.weight gets its shape in the first forward"):
+        strategy.check_job(lazy, 4)
     loader = DataLoader(images_with(False), 2, sampler=DistributedSampler(images_with(False), 4, 0))
     with pytest.raises(ConfigurationError, match=r"DistributedSampler has num_replicas=4: .* among 2 ranks only"):
         check_division(loader, 2, 2, lambda row: [row, row])

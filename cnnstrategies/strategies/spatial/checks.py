@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
@@ -52,11 +53,11 @@ def check_devices(parts: int, devices: int, device: torch.device, backend: str |
         )
 
 
-def check_not_compiled(module: LightningModule) -> None:
-    """Refuse a module that is compiled, or that a callback would compile.
+def check_module(module: LightningModule) -> None:
+    """Refuse a module that is compiled, or that a callback would compile, or whose parameters have no shapes.
 
     Raises:
-        ConfigurationError: The module, a part of it or a callback uses ``torch.compile``.
+        ConfigurationError: The module is refused.
     """
     remedy = "spatial divides the operations of a module that is not compiled; leave torch.compile out, or use ddp"
     trainer = getattr(module, "_trainer", None)
@@ -68,6 +69,12 @@ def check_not_compiled(module: LightningModule) -> None:
     for name, layer in module.named_modules():
         if is_compiled(layer):
             raise ConfigurationError(f"{name or type(module).__name__} is compiled: {remedy}")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigurationError(
+                f"{name} gets its shape in the first forward, but all ranks begin with equal values: call the layer "
+                "once with an example in __init__ or configure_model"
+            )
 
 
 def check_division(loader: Any, replicas: int, parts: int, gather: GatherRows) -> None:

@@ -26,6 +26,8 @@ class ImageGroups:
         replicas: Number of groups.
         group: Process group of the ranks of this rank's group.
         counterparts: Process group of the ranks that have the same part in the other groups, and of this rank.
+        cpu_group: Process group of the same ranks as `group`, for tensors on the CPU.
+        cpu_counterparts: Process group of the same ranks as `counterparts`, for tensors on the CPU.
 
     Args:
         rank: This rank.
@@ -39,18 +41,21 @@ class ImageGroups:
         self.replica, self.part = divmod(rank, count)
         self.replicas = world_size // count
         self._device = device
-        # Batches are on the CPU before they are moved to the device.
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_backend()}"
         images = [range(replica * count, (replica + 1) * count) for replica in range(self.replicas)]
         same_parts = [range(part, world_size, count) for part in range(count)]
-        # All ranks create all groups, in the same order.
-        groups = [new_group(ranks, timeout, backend=backend) for ranks in (*images, *same_parts)]
-        group, counterparts = groups[self.replica], groups[self.replicas + self.part]
-        assert group is not None
-        assert counterparts is not None
-        self.group, self.counterparts = group, counterparts
-        self.parts = SpatialParts(GroupLink(group))
+        self.group, self.counterparts = self._create(images, timeout), self._create(same_parts, timeout)
+        self.cpu_group, self.cpu_counterparts = self.group, self.counterparts
+        if device.type != "cpu":  # Batches are on the CPU before they are moved to the device.
+            self.cpu_group = self._create(images, timeout, "gloo")
+            self.cpu_counterparts = self._create(same_parts, timeout, "gloo")
+        self.parts = SpatialParts(GroupLink(self.group, self.cpu_group))
         self._loaders = 0
+
+    def _create(self, all_ranks: list[range], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+        """Create groups of ranks, and return the group of this rank. All ranks must call this."""
+        groups = [new_group(ranks, timeout, backend) for ranks in all_ranks]
+        (own_group,) = [group for group in groups if group is not None]
+        return own_group
 
     def next_number(self) -> int:
         """Return a number for a new loader. All ranks must create their loaders in the same order."""
@@ -63,7 +68,7 @@ class ImageGroups:
         Args:
             value: The value; ignored on other ranks.
         """
-        return broadcast_value(value, self.first, group=self.group)
+        return broadcast_value(value, self.first, group=self.cpu_group)
 
     @property
     def first(self) -> int:
@@ -77,7 +82,7 @@ class ImageGroups:
 
     def close(self) -> None:
         """Close the groups, after a run without a failure."""
-        for group in (self.group, self.counterparts):
+        for group in {self.group, self.counterparts, self.cpu_group, self.cpu_counterparts}:
             dist.destroy_process_group(group)
 
 

@@ -141,7 +141,7 @@ class GroupBatches(Iterator[Any]):
         Raises:
             ConfigurationError: The user's code has divided the samples among the ranks of the group.
         """
-        states, group = GeneratorStates.current(CPU), self._groups.group
+        states, group = GeneratorStates.current(CPU), self._groups.cpu_group
         comparison = StreamComparison([0], range(1, group.size()))
         loaded: list[Any] = []
         is_divided: bool | None = None

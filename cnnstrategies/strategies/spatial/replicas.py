@@ -16,7 +16,9 @@ from cnnstrategies.spatial import RowsTensor
 BUCKET = 25 << 20  # Largest number of bytes of gradients in one message, as in DistributedDataParallel.
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average_gradients(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, cpu_group: dist.ProcessGroup
+) -> None:
     """Average gradients over the ranks of a group, which must all call this.
 
     A gradient that some ranks do not have counts as zero there. If all ranks do not have it, it stays None.
@@ -24,13 +26,14 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     Args:
         parameters: The trained parameters.
         group: The ranks that have the same part in all groups of ranks.
+        cpu_group: The same ranks, for tensors on the CPU.
     """
     if group.size() == 1:
         return
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     # On the CPU, so that the ranks do not wait for their devices.
     present = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
-    dist.all_reduce(present, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(present, dist.ReduceOp.MAX, group=cpu_group)
     used = [parameter for parameter, is_present in zip(trained, present.tolist(), strict=True) if is_present]
     for parameter in used:
         if parameter.grad is None:

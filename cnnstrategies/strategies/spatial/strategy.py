@@ -27,7 +27,7 @@ from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
 from cnnstrategies.strategies.protocol import StrategyFacts
 from cnnstrategies.strategies.sample_weights import weigh_samples
-from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_not_compiled, check_parts
+from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_module, check_parts
 from cnnstrategies.strategies.spatial.groups import ImageGroups, default_group
 from cnnstrategies.strategies.spatial.loading import GroupLoader
 from cnnstrategies.strategies.spatial.parted_batches import check_axis, describe_axis
@@ -97,12 +97,12 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         device = self.root_device
         check_devices(self.parts, devices, device, self.process_group_backend, self._layer_sync is not None)
         if self.lightning_module is not None:
-            check_not_compiled(self.lightning_module)
+            check_module(self.lightning_module)
 
     @override
     def check_job(self, module: LightningModule, processes: int) -> None:
         check_devices(self.parts, processes, CPU, None, False)
-        check_not_compiled(module)
+        check_module(module)
 
     # Set-up
 
@@ -131,6 +131,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
+        check_module(self._module)  # `configure_model` may have built the network.
         super().setup(trainer)
         self._accumulates = self._buffers_differ = False
         self._sent_before = None
@@ -172,15 +173,15 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
         """Whether the user's code has divided a loader's data among the groups. All ranks must call this."""
         if self._examined is None or self._examined[0] is not loader:
-            check_division(loader, self.replicas, self.parts, self._gather_in(self._ranks.group))
-            gather = self._gather_in(self._ranks.counterparts)
+            check_division(loader, self.replicas, self.parts, self._gather_in(self._ranks.cpu_group))
+            gather = self._gather_in(self._ranks.cpu_counterparts)
             self._examined = loader, bool(is_divided(loader, self.replicas, gather))
         return self._examined[1]
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self._examined is None or self._examined[0] is not dataloader:
-            check_division(dataloader, self.replicas, self.parts, self._gather_in(self._ranks.group))
+            check_division(dataloader, self.replicas, self.parts, self._gather_in(self._ranks.cpu_group))
         is_predicting = self._module.trainer.state.fn == TrainerFn.PREDICTING
         return GroupLoader(dataloader, self._ranks, self.axis, is_predicting)
 
@@ -243,7 +244,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         parameters = list(self._module.parameters())
         self._ranks.parts.plain_gradients(parameters)
         if not self._accumulates:
-            average_gradients(parameters, self._ranks.counterparts)
+            average_gradients(parameters, self._ranks.counterparts, self._ranks.cpu_counterparts)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
