@@ -92,7 +92,6 @@ def test_options_are_refused(options: dict[str, Any], text: str) -> None:
         SpatialStrategy(**options)
 
 
-@pytest.mark.light
 def test_what_cannot_be_divided_is_refused_before_processes_start() -> None:
     strategy = SpatialStrategy(start_method="fork")
     trainer = quiet_trainer(strategy, 3)
