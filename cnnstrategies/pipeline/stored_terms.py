@@ -156,9 +156,11 @@ class CallTerms:
             self._microbatches.add(microbatch, StoredValues.of({}), {}, arguments)
         else:
             self._microbatches.add(microbatch, StoredValues.of(watch.take()), watch.before, arguments)
-            if len(self._ran) == 1:
+            if len(self._ran) == 1 and watch.state is self._state:
                 with torch.set_grad_enabled(self._needs_gradient):
-                    terms.rules.begin(self._microbatches, self._form, self._needs_gradient)
+                    has_run = terms.rules.begin(self._microbatches, self._form, self._needs_gradient)
+                if has_run:  # The probe has noted modules while BatchNorm layers used fixed statistics.
+                    self._state = watch.begin()
         return result
 
     def drop_arguments(self) -> None:

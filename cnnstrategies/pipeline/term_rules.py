@@ -27,8 +27,10 @@ class TermRules:
         """Whether the rules for batches of a form are known."""
         return form in self._known
 
-    def begin(self, terms: MicrobatchTerms, form: Hashable, needs_gradient: bool) -> None:
+    def begin(self, terms: MicrobatchTerms, form: Hashable, needs_gradient: bool) -> bool:
         """Probe this rank's first microbatch before the second one runs, if the rules for the batch are not known.
+
+        Return whether there was a probe.
 
         After the last microbatch all activations exist, and with the probe's the first step would need more memory than
         later steps.
@@ -38,8 +40,10 @@ class TermRules:
             form: See :meth:`find`.
             needs_gradient: See :meth:`find`.
         """
-        if terms.keeps_arguments and not terms.is_one_part and form not in self._known and terms.first_key is None:
-            self.own_verdict(terms, needs_gradient)
+        if not terms.keeps_arguments or terms.is_one_part or form in self._known or terms.first_key is not None:
+            return False
+        self.own_verdict(terms, needs_gradient)
+        return True
 
     def find(
         self, terms: MicrobatchTerms, form: Hashable, needs_gradient: bool, sets_parameters: bool

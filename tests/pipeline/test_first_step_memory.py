@@ -66,7 +66,9 @@ def peaks(make_counter: Callable[[], Any]) -> tuple[int, int, list[int], list[in
     with placed(network, [str(LAYERS // 2)], (1, 1), places, 2) as divided:
         parameters = sum(parameter.nbytes for parameter in divided.runner.parameters)
         forwards, steps = two_steps(counter, network, images)
-    network = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(LAYERS)])
+    network = nn.Sequential(
+        *[nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Tanh()) for _ in range(LAYERS)]
+    )
     with placed(network, [str(LAYERS // 2)], (1, 1), places, 2):
         of_images = two_steps(counter, network, torch.randn(6, 8, 32, 32))[1]
     places.messages.close()
