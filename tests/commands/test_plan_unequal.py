@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.warm]
+pytestmark = pytest.mark.cluster
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 GREEDY = """
 import os, signal
@@ -45,6 +45,7 @@ def run(folder: Path, *words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.warm
 def test_fit_runs_each_plan_for_unequal_devices(tmp_path: Path) -> None:
     text = run(tmp_path, "plan", "--config", QUICKSTART, "--have=1x24GiB@1.0, 2x8GiB@0.4", "--bandwidth=1000")
     assert text.count("busy limited by") == 3
@@ -56,7 +57,8 @@ def test_fit_runs_each_plan_for_unequal_devices(tmp_path: Path) -> None:
     run(tmp_path, "fit", "--config", "plan.yaml", "--trainer.max_steps=2", "--trainer.limit_val_batches=1")
 
 
-@pytest.mark.parametrize("way", ["killed", "refused"])
+# A rank that is killed is not the child of a trial that started warm.
+@pytest.mark.parametrize("way", ["killed", pytest.param("refused", marks=pytest.mark.warm)])
 def test_a_rank_that_runs_out_of_memory_ends_the_trial_and_not_the_command(tmp_path: Path, way: str) -> None:
     """Rank 1 gets 48 samples of the predicted batch, and 38 in the third trial."""
     (tmp_path / "greedy.py").write_text(GREEDY)
