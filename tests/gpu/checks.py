@@ -143,6 +143,7 @@ def one_card() -> Rows:
         cases: list[tuple[int, str, dict[str, Any]]] = [
             (2, "ddp", {}),
             (2, "ddp_balanced", {}),
+            (2, "spatial", {}),
             *((2, name, {}) for name in COMPRESSED),
             (2, "parameter_server", {}),
             *((2, "parameter_server", {"mode": mode}) for mode in OWN_STEPS),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
 from spatial_networks import ResNet, UNet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,7 +97,10 @@ PROGRAMS = {
     "classifier": Program(
         lambda: ImageClassifier(ResNet(classes=CLASSES), CLASSES, SGD, mixup_alpha=0.4), then=("validate",)
     ),
-    "segmenter": Program(lambda: ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD), True),
+    "segmenter": Program(
+        lambda: ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD, channels_last=True), True,
+        {"callbacks": [WeightAveraging()]},
+    ),
 }  # fmt: skip
 
 
@@ -125,6 +129,31 @@ def train(program: Program, strategy: Any, devices: int) -> dict[str, Tensor]:
 def train_all(make: Callable[[], Any], devices: int, names: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
     """Run programs one after another on this rank."""
     torch.set_default_dtype(torch.float64)
+    use_strategy(devices)
+    return {name: train(PROGRAMS[name], make(), devices) for name in names}
+
+
+def use_strategy(devices: int) -> None:
+    """Set the environment variables of a process that is a rank."""
     if dist.is_initialized():
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
-    return {name: train(PROGRAMS[name], make(), devices) for name in names}
+
+
+def train_in(make: Callable[[], Any], devices: int, precision: str) -> Tensor:
+    """Return all weights after an epoch in a precision."""
+    use_strategy(devices)
+    torch.manual_seed(2)
+    module = OwnModule(UNet("transposed", classes=CLASSES))
+    quiet_trainer(make(), devices, max_epochs=1, precision=precision).fit(module, DataLoader(images_with(True), 4))
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def train_from(make: Callable[[], Any], devices: int, epochs: int, file: str | None, saved: str) -> None:
+    """Train up to a number of epochs, from a checkpoint if there is one, and save a checkpoint."""
+    torch.set_default_dtype(torch.float64)
+    use_strategy(devices)
+    torch.manual_seed(2)
+    module = ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD)
+    trainer = quiet_trainer(make(), devices, max_epochs=epochs)
+    trainer.fit(module, DataLoader(images_with(True), 4), ckpt_path=file)
+    trainer.save_checkpoint(saved)

@@ -3,7 +3,9 @@
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,9 +15,11 @@ from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from parts_in_turn import on_parts
 from ranks import run_apart, run_ranks
-from spatial_programs import CLASSES, PROGRAMS, OwnModule, images_with, train_all
+from spatial_programs import CLASSES, PROGRAMS, OwnModule, images_with, train_all, train_from, train_in
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from whole_step_cases import CASES, Case
+from whole_step_cases.running import on_one_device, on_ranks, verdict
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.spatial import RowsTensor, SpatialParts
@@ -67,6 +71,53 @@ def test_groups_train_as_ddp() -> None:
     expected = run_ranks(2, train_all, ddp, 2, [name])
     for rank, report in enumerate(reports):
         check(report[name], expected[rank // 2][name], rank, name)
+
+
+def for_case(case: Case, _: Any) -> SpatialStrategy:
+    return two_parts()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("asks_the_strategy", "gradient_surgery", "declared_skip"),
+        pytest.param(
+            (
+                *("gathered_contrast", "noise_in_hooks", "wasserstein_penalty", "small_unet", "grad_cam", "lbfgs"),
+                *("averaged_weights", "best_checkpoint", "predictions", "unpacked_batch", "two_optimizers"),
+            ),
+            marks=pytest.mark.cluster,
+        ),
+    ],
+)
+def test_programs_of_several_kinds_train_as_on_one_device(names: tuple[str, ...]) -> None:
+    cases = [replace(CASES[name], epochs=1, samples=20) for name in names]
+    verdicts = map(verdict, on_one_device(cases), on_ranks(cases, for_case, [2]))
+    assert dict(zip(names, verdicts, strict=True)) == dict.fromkeys(names, "equal")
+
+
+@pytest.mark.cluster
+def test_checkpoints_are_resumed_on_one_device_and_in_two_parts(tmp_path: Path) -> None:
+    files = {name: str(tmp_path / name) for name in ("one", "parts", "one then parts", "parts then one", "all")}
+    run_apart(train_from, auto, 1, 1, None, files["one"])
+    run_ranks(2, train_from, two_parts, 2, 1, None, files["parts"])
+    run_ranks(2, train_from, two_parts, 2, 2, files["one"], files["one then parts"])
+    run_apart(train_from, auto, 1, 2, files["parts"], files["parts then one"])
+    run_apart(train_from, auto, 1, 2, None, files["all"])
+    expected = torch.load(files["all"], weights_only=True)
+    for name in ("one then parts", "parts then one"):
+        resumed = torch.load(files[name], weights_only=True)
+        torch.testing.assert_close(resumed["state_dict"], expected["state_dict"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(resumed["optimizer_states"], expected["optimizer_states"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.cluster
+def test_mixed_precision_is_as_exact_as_on_one_device() -> None:
+    exact = run_apart(train_in, auto, 1, "32-true")
+    error = (run_apart(train_in, auto, 1, "bf16-mixed") - exact).norm()
+    assert error > 1e-4
+    for weights in run_ranks(2, train_in, two_parts, 2, "bf16-mixed"):
+        assert (weights - exact).norm() < 2 * error
 
 
 class Compiling(LightningModule):

@@ -258,6 +258,12 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
             rank_zero_info(describe_costs(parts, self._sent_before))
             self._sent_before = -1
 
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        # In manual optimization, the user's code may have written gradients that are divided.
+        self._ranks.parts.plain_gradients(list(self._module.parameters()))
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
     # Collectives
 
     @override
@@ -278,9 +284,9 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         """Combine a value over the groups of devices. In a group, all ranks have the same value."""
         if isinstance(tensor, Tensor):
             tensor = whole_tensor(tensor, "reduce")
-        if self._groups is None or (group is None and self.replicas == 1):
+        if (group := self._group_of_replicas(group)) is None:
             return tensor
-        return super().reduce(tensor, group or self._groups.counterparts, reduce_op)
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -292,9 +298,17 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of each group of devices (groups, ...). With one group, return the tensor."""
         tensor = whole_tensor(tensor, "all_gather")
-        if self._groups is None or (group is None and self.replicas == 1):
+        if (group := self._group_of_replicas(group)) is None:
             return tensor
-        return super().all_gather(tensor, group or self._groups.counterparts, sync_grads)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _group_of_replicas(self, group: Any) -> Any:
+        """Return the group for a collective: a user's own group, or each group of devices once; None for one group."""
+        if self._groups is None:
+            return None
+        if group is not None and group not in (self._everyone, self._groups.counterparts):
+            return group
+        return self._groups.counterparts if self.replicas > 1 else None
 
     @override
     def gather_from_ranks(self, values: Tensor) -> Tensor:
