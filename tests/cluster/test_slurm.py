@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cluster.exceptions import Failing, failing_runs, several_runs
+from cluster.exceptions import KILLED, Failing, failing_runs, several_runs
 from cluster.processes_of import PYTHON, fit, process_with, wait_until
 from conftest import ROOT
-from fault_injection import PAUSES
+from fault_injection import PAUSES, fault_arguments
 from ports import free_port
 from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 
@@ -183,6 +183,7 @@ def steps(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Steps:
     a = several_runs(
         ("first", fit(*FEW, "--run_name=first", "--trainer.max_epochs=2"), []),
         ("digits", fit(*FEW, "--run_name=digits", "--trainer.max_epochs=1000", *LONGER, PAUSES), []),
+        ("killed", fit("--trainer.strategy=hybrid_pipeline", "--run_name=killed", *fault_arguments(step=2)), []),
         *failing_runs(*EXCEPTIONS),
     )
     b = several_runs(
@@ -221,6 +222,15 @@ def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(steps: Ste
     assert "Traceback" not in stopped, stopped
     assert refused.count("error: the run digits is already running: ") == 1, refused
     assert f"SLURM step {steps.job}.{steps.read('a.step').strip()}) since 20" in refused, refused
+
+
+@stepped
+def test_a_killed_rank_of_a_step_is_named_with_its_memory(steps: Steps) -> None:
+    """`srun` does not end the other rank, which loses its connection. Each rank has a program as its parent process."""
+    assert sorted(map(int, steps.codes("killed"))) == [-9, 1], steps.report()
+    log = steps.read("killed.log")
+    assert len(re.findall(KILLED.format(2), log)) == log.count("it had held") == 1, log
+    assert "Traceback" not in log, log
 
 
 @stepped
