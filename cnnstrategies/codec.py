@@ -60,6 +60,8 @@ CONSTANTS = {
 # NamedTuple or a registered pytree node.
 CONTAINERS = (dict, list, tuple)
 
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class CodecError(ConfigurationError):
     """Error for a value that cannot be encoded, or for a message that cannot be decoded."""
@@ -81,7 +83,7 @@ def encode(value: Any) -> list[Buffer]:
         CodecError: The value contains an object of an unsupported type, or is too large or too deeply nested.
     """
     buffers: list[Buffer] = []
-    structure = json.dumps(_pack(value, buffers, 0), separators=(",", ":")).encode()
+    structure = _as_json(_pack(value, buffers, 0)).encode()
     if len(structure) > MAX_STRUCTURE:
         raise CodecError(
             f"a value of {len(structure)} bytes without its tensors is larger than the limit of {MAX_STRUCTURE} bytes: "
@@ -240,6 +242,15 @@ class _Record:
 
 def _record(cls: type) -> _Record | None:
     """Return the conversion for instances of a class. Return None if a message cannot contain such instances."""
+    if cls not in _records and (record := _new_record(cls)) is not None:
+        _records[cls] = record
+    return _records.get(cls)
+
+
+_records: dict[type, _Record] = {}  # Results of `_new_record`. A class that has none may be registered later.
+
+
+def _new_record(cls: type) -> _Record | None:
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _Record(list, partial(_named_tuple, cls))
     # A defaultdict is not a record, because its factory is a function, which cannot be encoded.

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import sysconfig
+from functools import cache
 from types import FrameType
 
 _PACKAGES = [
@@ -39,11 +40,18 @@ def call_site() -> str:
     library = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES):
+        is_users, is_library = _kind(name)
+        if is_users:
             return f"{os.path.basename(name)}:{frame.f_lineno}"
-        if not library and not name.startswith(_NEVER):
+        if not library and is_library:
             library = f"{os.path.basename(name)}:{frame.f_lineno}"
         if library and frame.f_code.co_name in _RUNS and name.endswith(_TRAINER):
             return library
         frame = frame.f_back
     return library or "an unknown line"
+
+
+@cache
+def _kind(name: str) -> tuple[bool, bool]:
+    """Return whether a file belongs to the user's code, and whether its frames may be named at all."""
+    return not name.startswith(_LIBRARIES), not name.startswith(_NEVER)

@@ -33,8 +33,15 @@ class Compact(NamedTuple):
             step *= max(sent[dim], 1)
         return cls(shape, sent, order, tuple(strides))
 
+    @property
+    def _is_dense(self) -> bool:
+        """Whether all elements are sent, in the order of the dimensions."""
+        return self.sent == self.shape and self.order == tuple(range(len(self.order)))
+
     def pack(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return the elements to send, as a new tensor on a device."""
+        if self._is_dense:
+            return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         part = tensor.detach()[tuple(slice(0, size) for size in self.sent)].permute(self.order)
         return part.to(device, copy=True, memory_format=torch.contiguous_format)
 
@@ -44,5 +51,7 @@ class Compact(NamedTuple):
 
     def unpack(self, part: Tensor, device: torch.device) -> Tensor:
         """Return a copy of the tensor from the elements that were sent."""
+        if self._is_dense:
+            return part.to(device)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return part.to(device).permute(inverse).expand(self.shape)

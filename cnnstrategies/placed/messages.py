@@ -4,12 +4,13 @@ import hashlib
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 
-from cnnstrategies.codec import from_bytes, to_buffers
+from cnnstrategies.codec import Buffer, from_bytes, to_buffers, to_bytes
 from cnnstrategies.placed.call_site import call_site
 
 # Number of the message between sender and receiver, digest of the subject, and length of the subject in bytes.
@@ -81,12 +82,12 @@ class Messages:
         if isinstance(value, complex):
             value = (_COMPLEX, value.real, value.imag)
         text = subject.encode()
-        header = _HEADER.pack(self._sent[target], digest(text), len(text))
+        header = _HEADER.pack(self._sent[target], digest(subject), len(text))
         self._sent[target] += 1
         self.counts[subject.split(" ", 1)[0]] += 1
         try:
             # Large tensors are copied once, and the link sends a bytearray without a copy.
-            self._link.send(target, bytearray().join((header, text, *to_buffers(value))))
+            self._link.send(target, bytearray().join((header, text, *_encoded(value))))
         except LinkError as error:
             raise DivergedError(f"{self._me} sends {subject} to {self.describe(target)}: {error}") from error
 
@@ -108,14 +109,14 @@ class Messages:
             self.note_wait(subject, start, time.time())
         number, sent_digest, length = _HEADER.unpack_from(message)
         text = bytes(message[_HEADER.size : _HEADER.size + length])
-        if number != self._received[source] or sent_digest != digest(subject.encode()):
+        if number != self._received[source] or sent_digest != digest(subject):
             raise DivergedError(
                 f"the ranks run different code: {self._me} waits for {subject} (message {self._received[source]}) "
                 f"from {self.describe(source)}, which sends {text.decode(errors='replace')} (message "
                 f"{number}); all ranks must read the values of other ranks in the same order"
             )
         self._received[source] += 1
-        value = from_bytes(memoryview(message)[_HEADER.size + length :])
+        value = _decoded(memoryview(message)[_HEADER.size + length :])
         if isinstance(value, tuple) and len(value) == 3 and value[0] == _COMPLEX:
             return complex(value[1], value[2])
         return value
@@ -129,9 +130,36 @@ class Messages:
         return self.describe(self.rank)
 
 
-def digest(text: bytes) -> bytes:
+@lru_cache(maxsize=1024)
+def digest(text: str) -> bytes:
     """Return eight bytes that differ for different texts."""
-    return hashlib.sha1(text, usedforsecurity=False).digest()[:8]
+    return hashlib.sha1(text.encode(), usedforsecurity=False).digest()[:8]
+
+
+# Tuples of truth values by their encoded bytes. Each step has several messages that consist of such a tuple, mostly of
+# the same one.
+_flags: dict[bytes, tuple[bool, ...]] = {}
+_LARGEST_FLAGS = 64  # Bytes of the longest message that is looked up.
+
+
+@lru_cache(maxsize=256)
+def _encoded_flags(flags: tuple[bool, ...]) -> bytes:
+    encoded = to_bytes(flags)
+    if len(encoded) <= _LARGEST_FLAGS:
+        _flags[encoded] = flags
+    return encoded
+
+
+def _encoded(value: Any) -> Sequence[Buffer]:
+    """Return buffers whose concatenation is the encoded value."""
+    if type(value) is tuple and all(item is True or item is False for item in value):
+        return (_encoded_flags(value),)
+    return to_buffers(value)
+
+
+def _decoded(message: memoryview) -> Any:
+    flags = _flags.get(bytes(message)) if len(message) <= _LARGEST_FLAGS else None
+    return from_bytes(message) if flags is None else flags
 
 
 def as_plain(value: Any) -> Any:
