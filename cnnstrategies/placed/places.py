@@ -65,6 +65,7 @@ class Places:
         devices: See above.
         sums: Sums over the ranks of a place that have not been computed yet.
         readers: By the names of tensors that are observed, the ranks to which operations have brought these tensors.
+        active: Whether this rank follows the rules now, so that other ranks expect its messages.
         has_partial: Whether this rank has created a `PartialTensor`. Otherwise operations need not look for them.
     """
 
@@ -75,7 +76,7 @@ class Places:
         self.messages = Messages(rank, world_size, link)
         self.sums = DeferredSums(self)
         self.devices = devices
-        self._active = False
+        self.active = False
         self._spans: list[AbstractContextManager[None]] = []  # Contexts that `begin_local` has entered.
         self._runner = OperationRunner(self)
         self._operations, self._functions = Operations(self._runner), Functions(self)
@@ -85,34 +86,23 @@ class Places:
     def __enter__(self) -> Self:
         self._functions.__enter__()  # type: ignore[no-untyped-call]
         self._operations.__enter__()  # type: ignore[no-untyped-call]
-        self._active = True
+        self.active = True
         return self
 
     def __exit__(self, *error: Any) -> None:
         while self._spans:  # An error has ended the code before `end_local`.
             self.end_local()
-        self._active = False
+        self.active = False
         self._operations.__exit__(*error)  # type: ignore[no-untyped-call]
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    @property
-    def active(self) -> bool:
-        """Whether this rank follows the rules now, so that other ranks expect its messages."""
-        return self._active
-
-    @contextmanager
-    def local(self) -> Iterator[None]:
+    def local(self) -> AbstractContextManager[None]:
         """Return a context for code that only some ranks run, such as a stage's forward.
 
         Operations on a rank's own tensors run as without this package, and results are not marked. Reads of foreign
         values are refused, because the other ranks do not run the same code.
         """
-        before, self._active = self._active, False
-        try:
-            with without_modes():
-                yield
-        finally:
-            self._active = before
+        return _LocalCode(self)
 
     def functions_of_others(self) -> AbstractContextManager[None]:
         """Return a context inside of :meth:`local` in which other modes and classes have their functions of torch."""
@@ -131,7 +121,7 @@ class Places:
     @contextmanager
     def operations_again(self) -> Iterator[None]:
         """Return a context, for use inside an operation, in which the parts of the operation follow the rules."""
-        if not self._active:
+        if not self.active:
             yield
             return
         with self._operations:
@@ -145,6 +135,11 @@ class Places:
             return tensor.place
         mark = self._mark_of(tensor)
         return None if mark is None else mark.place
+
+    def places_of(self, tensors: Iterable[Tensor]) -> list[Place]:
+        """Return the place of each tensor of a list."""
+        place_of = self.place_of
+        return [tensor.place if type(tensor) is ForeignTensor else place_of(tensor) for tensor in tensors]
 
     def label_of(self, tensor: Tensor) -> str:
         """Return a tensor's name; an empty text if it has no name."""
@@ -275,7 +270,7 @@ class Places:
         tensors = list(tensors)
         self.sums.settle_for(tensors)
         with without_functions():
-            places = [*map(self.place_of, tensors)]
+            places = self.places_of(tensors)
         elsewhere: dict[tuple[int, ...], dict[int, Tensor]] = {}
         for tensor, place in zip(tensors, places, strict=True):
             if place is not None and not is_at(place, ranks):
@@ -367,6 +362,8 @@ class Places:
         gradient = tensor.grad
         if gradient is None or gradient.layout is not torch.strided:
             return False
+        if type(tensor) is ForeignTensor and type(gradient) is ForeignTensor:
+            return gradient.place != tensor.place
         return self.place_of(gradient) != self.place_of(tensor)
 
     def settle_gradients(self, tensors: Iterable[Tensor]) -> None:
@@ -429,7 +426,7 @@ class Places:
 
     def _subject(self, why: str, tensors: Sequence[Tensor], details: str = "") -> str:
         details = details or self.describe(tensors)
-        if not self._active:
+        if not self.active:
             raise RefusedError(
                 f"{why} of {details} needs values of other ranks, but these ranks do not run the same code now: read "
                 "the value in the module's step or in a hook of Lightning, and not inside the divided network"
@@ -441,3 +438,18 @@ class Places:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation by the rules."""
         return self._runner.run(func, args, kwargs)
+
+
+class _LocalCode(without_modes):
+    """See `Places.local`. A step enters such a context dozens of times."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+
+    def __enter__(self) -> None:
+        self._before, self._places.active = self._places.active, False
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._places.active = self._before
