@@ -26,6 +26,7 @@ class Operation:
             random numbers. The operation then does nothing on a rank where the first argument is foreign.
         resizes: Whether the operation writes arguments such as ``out=``, which it may resize.
         is_plain: Whether the operation follows `Rule.COMPUTED` for all arguments, and writes nothing.
+        has_lists: Whether the operation runs for each index of its lists, of which the first argument is one.
         is_view: Whether a result is a view of an argument.
         is_composite: Whether the operation consists of other operations.
         returns: For each result, the index in `written` of the argument that is returned; None for a new tensor.
@@ -59,6 +60,7 @@ class Operation:
             and self._condition is None
             and not (self.is_composite or self.written or self._hidden)
         )
+        self.has_lists = self.rule in (Rule.ROWS, Rule.NORMS, Rule.FINITE) and not self.is_composite
         aliases = [argument.alias_info.before_set for _, argument in arguments]
         self.returns = [
             aliases.index(result.alias_info.before_set)

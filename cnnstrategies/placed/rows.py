@@ -23,7 +23,7 @@ def run_rows(runner: "OperationRunner", func: Any, operation: Operation, args: A
     """
     places = runner.places
     rows = Rows(operation, args, kwargs)
-    destinations = rows.common_places(places.place_of)
+    destinations = rows.common_places(places.places_of)
     if destinations is None:
         destinations = [runner.place_for(operation, *rows.row(index)) for index in range(rows.count)]
         rows.replace(_moved(runner, operation, rows, destinations))
@@ -31,6 +31,8 @@ def run_rows(runner: "OperationRunner", func: Any, operation: Operation, args: A
     shared = [tensor for tensor in rows.shared() if not _serves(places.place_of(tensor), distinct)]
     if shared:
         rows.replace(places.all_everywhere(shared, operation.name))
+    if distinct <= {None}:
+        return func(*rows.args, **rows.kwargs)
     if operation.rule is Rule.FINITE:
         return _check_finite(runner, func, rows, destinations)
     local_places = {place for place in distinct if place is None or places.rank in place}
@@ -65,10 +67,12 @@ class Rows:
     Attributes:
         count: Length of the lists.
         first: The first list.
+        args: Positional arguments.
+        kwargs: Other arguments.
     """
 
     def __init__(self, operation: Operation, args: Any, kwargs: Any) -> None:
-        self._args, self._kwargs = list(args), dict(kwargs)
+        self.args, self.kwargs = list(args), dict(kwargs)
         # A fused optimizer only writes gradients if it unscales them. Otherwise a gradient may be at another place than
         # its parameter.
         written = [key for key in operation.written if key[1] != "grads"]
@@ -76,11 +80,11 @@ class Rows:
         self.first: Sequence[Tensor] = args[0]
         self.count = len(self.first)
 
-    def common_places(self, place_of: Callable[[Tensor], Place]) -> list[Place] | None:
+    def common_places(self, places_of: Callable[[Sequence[Tensor]], list[Place]]) -> list[Place] | None:
         """Return the place of each row; None if a row has tensors of several places."""
         lists = [value for _, value in self._items() if self._is_list(value)]
         first, *others = [
-            list(map(place_of, tensors)) for tensors in lists if all(isinstance(t, Tensor) for t in tensors)
+            places_of(tensors) for tensors in lists if all(isinstance(tensor, Tensor) for tensor in tensors)
         ]
         return first if all(other == first for other in others) else None
 
@@ -88,7 +92,7 @@ class Rows:
         return isinstance(value, (list, tuple)) and len(value) == self.count
 
     def _items(self) -> list[tuple[Any, Any]]:
-        return [*enumerate(self._args), *self._kwargs.items()]
+        return [*enumerate(self.args), *self.kwargs.items()]
 
     def row(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors with an index, and those among them that the operation writes."""
@@ -111,8 +115,8 @@ class Rows:
             return value
 
         if copies:
-            self._args = [replaced(value) for value in self._args]
-            self._kwargs = {name: replaced(value) for name, value in self._kwargs.items()}
+            self.args = [replaced(value) for value in self.args]
+            self.kwargs = {name: replaced(value) for name, value in self.kwargs.items()}
 
     def arguments(self, indices: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
         """Return the operation's arguments with the given rows only."""
@@ -120,7 +124,7 @@ class Rows:
         def chosen(value: Any) -> Any:
             return [value[index] for index in indices] if self._is_list(value) else value
 
-        return [chosen(value) for value in self._args], {name: chosen(value) for name, value in self._kwargs.items()}
+        return [chosen(value) for value in self.args], {name: chosen(value) for name, value in self.kwargs.items()}
 
 
 def _serves(place: Place, destinations: Iterable[Place]) -> bool:

@@ -47,12 +47,14 @@ class OperationRunner:
         operation = operation_of(func)
         if operation.writes_first_only and args and type(args[0]) is ForeignTensor and self._all_at(args, kwargs):
             return args[0]
+        if operation.has_lists and not self.places.sums.waiting:
+            return run_rows(self, func, operation, args, kwargs)
         place_of = self.places.place_of
         operands = list(tensors_in(args, kwargs))
         owner: Place = None
         has_one_owner = True
         for operand in operands:
-            place = place_of(operand)
+            place = operand.place if type(operand) is ForeignTensor else place_of(operand)
             if place is not None and place != owner:
                 has_one_owner = owner is None
                 owner = place
@@ -87,7 +89,7 @@ class OperationRunner:
         rule = operation.rule_for(args, kwargs)
         if rule is Rule.PACKED:
             return self._pack_sequences(func, *args)
-        if rule in (Rule.ROWS, Rule.NORMS, Rule.FINITE):
+        if operation.has_lists:
             return run_rows(self, func, operation, args, kwargs)
         if operation.name == "equal" and args[0].shape != args[1].shape:
             return False
