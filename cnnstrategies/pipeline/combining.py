@@ -94,6 +94,9 @@ class StoredValues(NamedTuple):
         return self._replace(leaves=leaves)
 
 
+NO_VALUES = StoredValues((), (), [])
+
+
 def _as_tuples(value: Any) -> Any:
     """Return a value in which shapes are tuples, because shapes can only contain numbers."""
     if isinstance(value, torch.Size):

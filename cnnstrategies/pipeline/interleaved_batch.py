@@ -46,7 +46,7 @@ class InterleavedBatch(WholeBatch):
         self._state = self.terms.watch.noted()
         self.terms.drop_arguments()
         # What the declared loss stores is undone, so it must not be taken for what a forward stores.
-        self.terms.is_quiet &= not self._runner.last
+        self.terms.is_quiet &= not (self._runner.last and self.terms.loss_stores)
         self._begin_backward()
         with self._accumulated():
             self._runner.run_tasks(KINDS, "1f1b", self.sizes, self._key, self._run)
@@ -65,7 +65,7 @@ class InterleavedBatch(WholeBatch):
                     self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
                 )
             self.started[microbatch] = gradients
-            self.terms.watch.take()
+            self.terms.undo()
         if microbatch == self.microbatches[-1] and self._ends_together():
             self._runner.buffers.send()
         self._backward(microbatch, gradients, keep=False, of_stored=None)

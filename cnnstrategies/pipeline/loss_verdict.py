@@ -155,7 +155,7 @@ def _started(loss: LossOfCall, batch: WholeBatch, outputs: Sequence[Tensor]) -> 
         for microbatch in batch.microbatches:
             rows_of = partial(batch.rows.of_microbatch, microbatch=microbatch)
             started[microbatch] = loss.gradients([*map(rows_of, outputs)], rows_of)
-            terms.watch.take()
+            terms.undo()
     if before.changed(GeneratorStates.current(device)):
         before.restore(device)
         loss.failure = "loss() draws random numbers"

@@ -173,8 +173,12 @@ class NotedRecords:
     ) -> None:
         containers = [container for record in records for container in record.containers]
         self._variables = [container for container in containers if isinstance(container, WatchedVariables)]
-        content = [container.target for container in containers if isinstance(container, Container)]
-        self._contents = NotedContents([*content, *tables], sizes)
+        content = [container for container in containers if isinstance(container, Container)]
+        self._contents = NotedContents(
+            [*(container.target for container in content if not container.is_module), *tables],
+            sizes,
+            [container.target for container in content if container.is_module],
+        )
         self.tensors = [tensor for record in records for tensor in record.tensors]
 
     @property

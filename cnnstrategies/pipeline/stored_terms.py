@@ -15,7 +15,7 @@ from cnnstrategies._torch_private import hooks_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.batch_terms import NOTHING, BatchTerms, CombinedTerms, combine_terms
-from cnnstrategies.pipeline.combining import StoredValues
+from cnnstrategies.pipeline.combining import NO_VALUES, StoredValues
 from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
 from cnnstrategies.pipeline.mixing import MixingProbe
@@ -49,6 +49,9 @@ class StoredTerms:
             modules.
         places: The rules of this rank.
         ranks: For each stage, the ranks of its replicas.
+
+    Attributes:
+        loss_stores: Whether the declared loss has stored something, so that forwards are watched one by one.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class StoredTerms:
         self.reports = TermReports(places)
         # Forms of batches in whose first call no stage has stored anything.
         self.without_terms: set[Hashable] = set()
+        self.loss_stores = False
         self._known_state: object = None
         self._hooks: Hashable = ()
         # By the form of a batch, and by the hooks of the network: the form under which this rank remembers its calls.
@@ -131,7 +135,7 @@ class CallTerms:
         self._changed_parameter: str | None = None
         has_run = self._form in terms.run_forms and self._form in terms.without_terms
         self.is_quiet = has_run and not (terms.is_first or self._has_new_hooks or terms.runner.may_store(state))
-        self._of_backward = StoredValues.of({})
+        self._of_backward = NO_VALUES
 
     # The forwards
 
@@ -153,7 +157,7 @@ class CallTerms:
                 self._noted.restore()
         self._ran.append(microbatch)
         if self.is_quiet:
-            self._microbatches.add(microbatch, StoredValues.of({}), {}, arguments)
+            self._microbatches.add(microbatch, NO_VALUES, {}, arguments)
         else:
             self._microbatches.add(microbatch, StoredValues.of(watch.take()), watch.before, arguments)
             if len(self._ran) == 1 and watch.state is self._state:
@@ -170,6 +174,17 @@ class CallTerms:
     def drop_graph(self, microbatch: int) -> None:
         """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
         self._microbatches.drop_graph(microbatch, self._device)
+
+    def undo(self) -> None:
+        """Undo what the declared loss has stored on modules since the last forward."""
+        if self.watch.take():
+            # Quiet forwards have not been watched until now. The next one that stores something is noticed.
+            self._terms.loss_stores, self.is_quiet = True, False
+
+    @property
+    def loss_stores(self) -> bool:
+        """Whether the declared loss has stored something in this call or in an earlier one."""
+        return self._terms.loss_stores
 
     # After the forwards
 

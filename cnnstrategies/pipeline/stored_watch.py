@@ -33,6 +33,10 @@ from cnnstrategies.pipeline.watched import (
 )
 from cnnstrategies.placed import ForeignTensor
 
+# Number of states of the changeable modules that are remembered. BatchNorm layers have another momentum in forwards
+# than in backwards, so their states alternate.
+_KNOWN = 2
+
 
 class WatchState:
     """An object that stays the same as long as the network's modules have the same hooks and submodules.
@@ -58,6 +62,8 @@ class StoredWatch:
         self._changeable: list[ModuleState] = []  # Modules whose attributes change between calls.
         # What belongs to all other modules, and what belongs to the changeable ones in the current call.
         self._fixed = self._others = NotedRecords([])
+        # What has been noted of the changeable modules, and their containers: the last one first.
+        self._known: list[tuple[NotedRecords, list[list[Container | WatchedVariables]]]] = []
         self._state = WatchState()
         self._tensors: WeakValueDictionary[int, WatchedTensor] = WeakValueDictionary()
         self._changing: set[tuple[Any, ...]] = set()  # Paths of tensors that forwards have changed in place.
@@ -70,10 +76,14 @@ class StoredWatch:
         if self._records and self._fixed.containers_hold:
             for tensor in self._fixed.tensors:
                 tensor.refresh()
+            if self._return_to_known():
+                return self._state
             changed = [record for record in self._changeable if record.refresh()]
             if any(record.is_divided for record in changed):
                 self._state = WatchState()
-            self._others = NotedRecords(self._changeable)
+            if changed:
+                self._known = []  # What is remembered must not keep other values than numbers and texts in memory.
+            self._note_changeable()
             return self._state
         if not self._records or any(r.has_other_modules() or r.has_other_parameters() for r in self._records):
             self.modules = list(self._network.modules())
@@ -99,8 +109,26 @@ class StoredWatch:
         attributes = [vars(record.module) for record in self._records]
         tables = [of_module[name] for of_module in attributes for name in TABLES]
         self._fixed = NotedRecords(fixed, tables, [of_module["_parameters"] for of_module in attributes])
-        self._others, self._state = NotedRecords(self._changeable), WatchState()
+        self._state, self._known = WatchState(), []
+        self._note_changeable()
         return self._state
+
+    def _note_changeable(self) -> None:
+        """Remember the noted contents of the changeable modules, and those before."""
+        self._others = NotedRecords(self._changeable)
+        containers = [record.containers for record in self._changeable]
+        self._known = [(self._others, containers), *self._known[: _KNOWN - 1]]
+
+    def _return_to_known(self) -> bool:
+        """Use what was noted in an earlier call, if the changeable modules have the same contents again."""
+        for index, (noted, containers) in enumerate(self._known):
+            if not noted.have_changed:
+                self._known.insert(0, self._known.pop(index))
+                self._others = noted
+                for record, of_record in zip(self._changeable, containers, strict=True):
+                    record.containers = of_record
+                return True
+        return False
 
     def has_changed(self) -> bool:
         """Whether something has changed since :meth:`begin`."""
@@ -154,10 +182,9 @@ class StoredWatch:
 
     def noted(self) -> NotedState:
         """Return the state that :meth:`begin` has noted."""
-        watched: list[Container | WatchedVariables | WatchedTensor] = []
-        for record in self._records:
-            watched += [*record.containers, *record.tensors]
-        return NotedState(watched, self._hook_tables, self._changing)
+        return NotedState(
+            [(record.containers, record.tensors) for record in self._records], self._hook_tables, self._changing
+        )
 
     def outside_network(self) -> list[nn.Module]:
         """Return the owner's modules that are not in the network."""

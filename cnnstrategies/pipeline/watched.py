@@ -57,10 +57,14 @@ class Container:
         path: See `StoredKey`.
         target: The list or dictionary.
         kind: The object's class, which may have default values of attributes.
+
+    Attributes:
+        is_module: Whether the object is a module.
     """
 
     def __init__(self, path: tuple[Any, ...], target: Any, kind: type | None = None) -> None:
         self.path, self.target, self._kind = path, target, kind
+        self.is_module = kind is not None and issubclass(kind, nn.Module)
         self._keys = list(target)
         self._values = list(target.values()) if isinstance(target, dict) else self._keys
 
