@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,6 +25,17 @@ def seed_all(seed: int, device: torch.device) -> None:
         generator.manual_seed(seed)
 
 
+@lru_cache(maxsize=256)
+def _first_numbers(seed: int) -> tuple[float, float]:
+    """Return the first numbers that Python's and NumPy's generators draw after a seed. The generators change.
+
+    As long as a program draws nothing, each step has the seeds of the step before.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    return random.random(), np.random.random()
+
+
 class SeededGenerators:
     """Generators that have been seeded, and that can tell which of them has been drawn from since.
 
@@ -33,9 +45,8 @@ class SeededGenerators:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        seed_all(seed, device)
         # The next numbers show whether somebody has drawn. Reading the states of the generators takes longer.
-        self._next = random.random(), np.random.random()
+        self._next = _first_numbers(seed)
         seed_all(seed, device)
         generator = generator_of(device)
         self._generators = {"cpu": torch.default_generator} | ({} if generator is None else {"device": generator})
