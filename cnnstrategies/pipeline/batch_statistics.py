@@ -6,7 +6,7 @@ each channel.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from cnnstrategies._torch_private import add_all, copy_all, put_buffer
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+# Number of different numbers of values whose weights are remembered, such as that of a smaller last batch.
+_KNOWN_COUNTS = 16
 ENTRY_BYTES = 8  # Bytes of a mean, or of a variance, that replicas send each other: a number in float64.
 
 
@@ -119,6 +121,8 @@ class StatisticsTable:
         # tensor.
         self._current = like.new_zeros(self._calls, 2, sum(self._widths))
         self._rows: list[Tensor] = []  # Tensors for the microbatches, which all steps use.
+        # By the numbers of values: their sums, and how the means and variances are combined.
+        self._weights: dict[tuple[Any, ...], tuple[Tensor, UnionWeights]] = {}
         stop = 0
         for record, width in zip(records, self._widths, strict=True):
             columns = slice(stop, stop := stop + width)
@@ -168,9 +172,16 @@ class StatisticsTable:
         if not self._counts:
             entries = self._calls * (len(self._layers) + 2 * sum(self._widths))
             return torch.zeros(entries, dtype=torch.float64, device=self._current.device)
-        counts = numbers_on(tuple(self._counts), self._current.device)  # Shape: (microbatches, calls, layers).
         recorded = torch.stack(self._rows[: len(self._counts)]).double()
-        return torch.cat([counts.sum(0).flatten(), _union(counts[..., self._layer_of], recorded).flatten()])
+        key = tuple(self._counts)
+        if key not in self._weights:
+            # Shape: (microbatches, calls, layers).
+            counts = numbers_on(key, self._current.device)
+            if len(self._weights) > _KNOWN_COUNTS:
+                self._weights.clear()
+            self._weights[key] = counts.sum(0).flatten(), UnionWeights.of(counts[..., self._layer_of])
+        total, weights = self._weights[key]
+        return torch.cat([total, weights.union(recorded).flatten()])
 
     def update(self) -> None:
         """Update the layers' running statistics with the means and variances of the whole batch, after :meth:`send`.
@@ -187,7 +198,9 @@ class StatisticsTable:
         buffers = [*(layer.running_mean for layer in self._layers), *(layer.running_var for layer in self._layers)]
         running = torch.cat(buffers).view(2, -1).double()
         updates = torch.zeros_like(counts[0, 0], dtype=torch.int64)
-        for batch, reached in zip(_union(counts[..., self._layer_of], merged), counts.sum(0) > 0, strict=True):
+        # One replica has merged all there is.
+        whole = merged[0] if len(rows) == 1 else UnionWeights.of(counts[..., self._layer_of]).union(merged)
+        for batch, reached in zip(whole, counts.sum(0) > 0, strict=True):
             updates = updates + reached
             weight = self._weight(updates) * reached
             running = running.lerp(batch, weight[self._layer_of].expand_as(batch))
@@ -222,18 +235,37 @@ def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-def _union(counts: Tensor, statistics: Tensor) -> Tensor:
-    """Combine the means and variances of M microbatches, or of M replicas, into the mean and the variance of all.
+class UnionWeights(NamedTuple):
+    """How the means and variances of M microbatches, or of M replicas, are combined, for K calls and W channels.
 
-    Args:
-        counts: Number of values in each microbatch (M, K, W), for K calls and W channels.
-        statistics: Mean and unbiased variance of each microbatch (M, K, 2, W).
-
-    Returns:
-        Mean and unbiased variance of all values (K, 2, W).
+    Attributes:
+        of_means: Weight of each mean (M, K, W) in the mean of all values.
+        of_variances: Weight of each unbiased variance in the variance of all values.
+        of_squares: Weight of each squared difference between a mean and the mean of all values in the variance.
     """
-    means, unbiased = statistics.unbind(2)
-    total = counts.sum(0)
-    mean = (counts * means).sum(0) / total.clamp(min=1)
-    squares = (unbiased * (counts - 1).clamp(min=0) + counts * (means - mean) ** 2).sum(0)
-    return torch.stack([mean, squares / (total - 1).clamp(min=1)], dim=1)
+
+    of_means: Tensor
+    of_variances: Tensor
+    of_squares: Tensor
+
+    @classmethod
+    def of(cls, counts: Tensor) -> "UnionWeights":
+        """Return the weights.
+
+        Args:
+            counts: Number of values in each microbatch (M, K, W).
+        """
+        total = counts.sum(0)
+        others = (total - 1).clamp(min=1)
+        return cls(counts / total.clamp(min=1), (counts - 1).clamp(min=0) / others, counts / others)
+
+    def union(self, statistics: Tensor) -> Tensor:
+        """Return the mean and the unbiased variance of all values (K, 2, W).
+
+        Args:
+            statistics: Mean and unbiased variance of each microbatch (M, K, 2, W).
+        """
+        means, unbiased = statistics.unbind(2)
+        mean = (self.of_means * means).sum(0)
+        variance = (self.of_variances * unbiased + self.of_squares * (means - mean) ** 2).sum(0)
+        return torch.stack([mean, variance], dim=1)
