@@ -28,6 +28,7 @@ from cnnstrategies.pipeline.gradient_check import (
 )
 from cnnstrategies.pipeline.late_verdicts import LateVerdicts
 from cnnstrategies.pipeline.loss_arguments import LossArguments, UnknownArgumentError
+from cnnstrategies.pipeline.part_gradients import without_autocast
 from cnnstrategies.placed import Places
 
 NAME = "loss"  # Name of the attribute that declares the loss.
@@ -300,11 +301,17 @@ class LossOfCall:
         args, kwargs = arguments.fill(leaves, rows)
         with torch.enable_grad(), self.declared.silent():
             loss = self.declared.function(*args, **kwargs)
-        of_loss = torch.ones_like(loss) * weight * self._scale
-        with torch.autocast(loss.device.type, enabled=False):
-            gradients = torch.autograd.grad(loss, wanted, of_loss.to(loss.dtype), allow_unused=True)
-        # The mean over nothing is not a number.
-        parts = iter(None if part is None else torch.where(of_loss != 0, part, 0.0) for part in gradients)
+        is_positive = not isinstance(weight, Tensor) and weight > 0
+        of_loss = torch.full_like(loss, weight) if is_positive else torch.ones_like(loss) * weight
+        if isinstance(self._scale, Tensor) or self._scale != 1:
+            of_loss = of_loss * self._scale
+        of_loss = of_loss.to(loss.dtype)
+        with without_autocast(loss.device.type):
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, wanted, of_loss, allow_unused=True)
+        if not is_positive:
+            # The mean over nothing is not a number.
+            gradients = [None if part is None else torch.where(of_loss != 0, part, 0.0) for part in gradients]
+        parts = iter(gradients)
         return [next(parts) if leaf.requires_grad else None for leaf in leaves]
 
     def _weight(self, arguments: LossArguments, rows: Any, samples: int) -> Any:

@@ -6,6 +6,7 @@ calls no rank waits for another rank's forward just to learn the shapes of the o
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +135,10 @@ def _text(header: TensorHeader) -> str:
     return ", ".join(f"{str(spec.dtype).removeprefix('torch.')} {tuple(spec.shape)}" for spec in header.tensors)
 
 
+# Functions of C, because each call of a network asks for the attributes of all modules and parameters.
+_form_of_parameter, _training = attrgetter("requires_grad", "shape"), attrgetter("training")
+
+
 def form_of(images: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor], device_kind: str) -> Hashable:
     """Return a key that is equal for batches of the same form. All ranks compute equal keys.
 
@@ -147,13 +152,13 @@ def form_of(images: Any, modules: Sequence[nn.Module], parameters: Sequence[Tens
     """
     leaves, tree = tree_flatten(images)
     with without_functions():
-        of_parameters = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters)
+        of_parameters = tuple(map(_form_of_parameter, parameters))
     return (
         tree,
         tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(device_kind),
         torch.get_autocast_dtype(device_kind),
-        tuple(module.training for module in modules),
+        tuple(map(_training, modules)),
         of_parameters,
     )

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -11,6 +11,8 @@ from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.timeline import Clock, Span
 from cnnstrategies.pipeline.timetable import Placement, Task
 from cnnstrategies.pipeline.transport import Transport
+
+_NOT_MEASURED = nullcontext()
 
 
 class TaskTimes:
@@ -39,8 +41,7 @@ class TaskTimes:
         """Numbering of the ranks, and the microbatches of each rank."""
         return self._transport.placement
 
-    @contextmanager
-    def timed(self, kind: str, microbatch: int | None = None, clock: str | None = None) -> Iterator[None]:
+    def timed(self, kind: str, microbatch: int | None = None, clock: str | None = None) -> AbstractContextManager[None]:
         """Return a context for the code of a span. Spans must not be nested.
 
         Args:
@@ -49,6 +50,10 @@ class TaskTimes:
             clock: Kind of the stopwatches that measure the span as well, if any do.
         """
         clocks = [] if clock is None else self.clocks.get(clock, [])
+        return self._measured(kind, microbatch, clocks) if clocks or self.watchers else _NOT_MEASURED
+
+    @contextmanager
+    def _measured(self, kind: str, microbatch: int | None, clocks: Sequence[Clock]) -> Iterator[None]:
         start = self._now() if self.watchers else 0.0
         for stopwatch in clocks:
             stopwatch.begin()

@@ -3,18 +3,19 @@
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.buffers import calls_several_times
 from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.early_sums import EarlySums
-from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, without_gradients
+from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, without_autocast, without_gradients
 from cnnstrategies.pipeline.random_draws import BackwardDraws, Draws
 from cnnstrategies.pipeline.ready_order import ready_order
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
@@ -176,10 +177,11 @@ class WholeBatch:
         self._use_graph(keep)
         self._begin_backward()
         self.early, self._runner.early = self._runner.early, None
+        of_results = gradients if self._runner.last else ()
 
         def run(task: Task) -> None:
             rows_of = self.rows.of_microbatch
-            rows = [None if whole is None else rows_of(whole, task.microbatch) for whole in gradients]
+            rows = [None if whole is None else rows_of(whole, task.microbatch) for whole in of_results]
             start = self.started.pop(task.microbatch, ()) if uses_loss else rows
             self._backward(task.microbatch, start, keep, of_stored)
 
@@ -272,7 +274,7 @@ class WholeBatch:
         draws = self.backward_draws
         with (
             runner.times.timed("backward", microbatch, "backward"),
-            torch.autocast(runner.transport.device.type, enabled=False),
+            without_autocast(runner.transport.device.type),
             without_tensor_hooks(parameters),
         ):
             if kept is None:
@@ -378,7 +380,8 @@ class WholeBatch:
                 values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
-                images = tree_map(lambda image: self._part(image, microbatch), self._images)
+                part = partial(self._part, microbatch=microbatch)
+                images = part(self._images) if isinstance(self._images, Tensor) else tree_map(part, self._images)
                 self._parts[microbatch] = images
             timed = runner.times.timed("forward", microbatch, "forward" if self._call.needs_gradient else None)
             with timed, runner.buffers.microbatch(), self.draws.microbatch(microbatch):
@@ -420,8 +423,11 @@ class WholeBatch:
 
     def _hold(self, microbatch: int, result: Any) -> list[Tensor]:
         """Hold a microbatch's result until the results of the whole batch are joined. Return its tensors."""
-        header, tensors = pack((result,), ask_for_all=False)
         size, samples = self.sizes[microbatch], sum(self.sizes)
+        if self.header is not None and _is_part(result, size, self.header):
+            self._results[microbatch] = [result.detach()]
+            return [result]
+        header, tensors = pack((result,), ask_for_all=False)
         if size < samples:
             for tensor in tensors:
                 if tensor.ndim == 0 or len(tensor) != size:
@@ -470,6 +476,24 @@ class WholeBatch:
         return tensor[start : start + self.sizes[microbatch]]
 
 
+_ONE_TENSOR = tree_structure((0,))  # Structure of the header of a result that is one tensor.
+
+
+def _is_part(result: Any, size: int, header: TensorHeader) -> bool:
+    """Whether a microbatch's result is one tensor with the rows of a whole batch of the given form."""
+    spec = header.leaves[0]
+    return (
+        type(result) is Tensor
+        and len(header.leaves) == 1
+        and isinstance(spec, TensorSpec)
+        and header.tree == _ONE_TENSOR
+        and result.shape == (size, *spec.shape[1:])
+        and (result.dtype, result.requires_grad) == (spec.dtype, spec.needs_gradient)
+    )
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested containers."""
+    if isinstance(value, Tensor):  # The usual images, which are asked for several times in each step.
+        return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
