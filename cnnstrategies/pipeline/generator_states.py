@@ -96,8 +96,8 @@ class NumpyStates:
         if words is not None and words == self._last[0]:
             return self._last[1]
         state: Any = np.random.get_state()
-        has_gauss = state[3]  # The next normal number is stored beside the words, and a draw of it leaves them.
-        self._last = None if has_gauss else words, state
+        # The next normal number may be stored beside the words, and a draw of it leaves them.
+        self._last = None if words is None or state[3] else words, state
         return self._last[1]
 
     def _words(self) -> bytes | None:

@@ -1,5 +1,6 @@
 """Tests of values that forwards store outside of modules, and of the comparison of the stages with the network."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -125,6 +126,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "key": (lambda holder: rename(holder.table), ["set", "delete"]),
     "buffer": (lambda holder: holder.kept.add_(1), ["values"]),
     "hook": (lambda holder: holder.inner.register_forward_hook(print), []),
+    "table of hooks": (lambda holder: setattr(holder.inner, "_forward_hooks", OrderedDict()), []),
     "module": (lambda holder: setattr(holder, "inner", nn.Linear(1, 1)), []),
     "parameter": (lambda holder: holder.inner.register_parameter("other", nn.Parameter(torch.ones(1))), []),
 }
@@ -155,6 +157,23 @@ def test_each_change_is_noticed_in_later_calls(how: str, changes_between: bool) 
     assert network[0].number == before
     assert (network[0].items, list(network[0].table), float(network[0].kept)) == ([2.0], ["a"], 0)
     assert not watch.take()
+
+
+def test_numbers_that_alternate_are_those_of_the_last_call() -> None:
+    network = nn.Sequential(Holder(), nn.Sequential(nn.ReLU()))
+    watch, holder = StoredWatch(network), network[0]
+    noted = []
+    for number in (1.0, 0.5, 0.25, 0.5, 0.25, 0.5, 1.0):
+        holder.number = number
+        watch.begin()
+        noted.append((watch.noted(), number))
+        assert not watch.take()
+        holder.number = 7.0
+        assert [key.kind for key in watch.take()] == ["set"]
+        assert holder.number == number
+    for state, number in noted:
+        assert state.run(lambda: holder.number)[0] == number
+    assert holder.number == 1.0
 
 
 def test_variables_of_enclosing_functions_are_taken_away_and_stored_again() -> None:
