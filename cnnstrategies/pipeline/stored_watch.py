@@ -76,7 +76,7 @@ class StoredWatch:
         if self._records and self._fixed.containers_hold:
             for tensor in self._fixed.tensors:
                 tensor.refresh()
-            if self._return_to_known():
+            if self.return_to_known():
                 return self._state
             changed = [record for record in self._changeable if record.refresh()]
             if any(record.is_divided for record in changed):
@@ -119,7 +119,7 @@ class StoredWatch:
         containers = [record.containers for record in self._changeable]
         self._known = [(self._others, containers), *self._known[: _KNOWN - 1]]
 
-    def _return_to_known(self) -> bool:
+    def return_to_known(self) -> bool:
         """Use what was noted in an earlier call, if the changeable modules have the same contents again."""
         for index, (noted, containers) in enumerate(self._known):
             if not noted.have_changed:

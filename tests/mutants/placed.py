@@ -32,7 +32,7 @@ def a_read_is_answered_with_the_first_value_that_was_read(original, self, place,
 
 @replaces(messages.digest, killed_by=test_messages.test_tensors_of_equal_shape_in_another_order_are_noticed)
 def all_messages_have_the_same_subject(original, text):
-    return original(b"")
+    return original("")
 
 
 @replaces(Places.settle_gradients, killed_by=test_rules.test_gradients_are_brought_to_their_parameters)

@@ -4,6 +4,7 @@ from typing import Any
 
 import test_batch_rows
 import test_exact_resume
+import test_generator_states
 import test_late_verdicts
 import test_network_copies
 import test_outside
@@ -15,6 +16,7 @@ import test_trainer_on_gpu
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.pipeline.combining import gradient_of_part
+from cnnstrategies.pipeline.generator_states import NumpyStates
 from cnnstrategies.pipeline.late_verdicts import LateVerdicts
 from cnnstrategies.pipeline.loss_verdict import settle_late
 from cnnstrategies.pipeline.microbatches import Split
@@ -101,6 +103,19 @@ removes(
     how="list",
     changes_between=False,
 )
+removes(
+    StoredWatch.return_to_known,
+    "a number that a module had in an earlier call counts as its number",
+    killed_by=test_outside.test_numbers_that_alternate_are_those_of_the_last_call,
+    gives=True,
+)
+
+
+@replaces(NumpyStates.state, killed_by=test_generator_states.test_states_change_with_each_draw)
+def numpys_state_is_read_once(original: Any, self: NumpyStates) -> Any:
+    return self._last[1] or original(self)
+
+
 removes(
     SecondForwards.check,
     "a second forward may give other results",
