@@ -361,7 +361,7 @@ batch is divided. Which of its layers the earlier comparison took for one that m
 
 Predictions for `parameter_server` contained the slices in which small gradients are sent also at the end of the
 forward, where they exist no longer. Runs since commit e660e307 are predicted without them: mobileone_s0's prediction
-falls from 99 to 86 MB and that of regnet_y_400mf from 61 to 55 MB, with real peaks of 87 and 55 MB.
+fell from 99 to 86 MB and that of regnet_y_400mf from 61 to 55 MB.
 
 **How a CPU's peak is counted.** Neither the resident memory, which contains libraries, freed pages and whatever Python
 holds, nor a profiler. An allocator (`counting_allocator.cpp`) takes the place of torch's own in each process. It counts
