@@ -155,6 +155,8 @@ def test_what_cannot_be_divided_is_refused_before_processes_start() -> None:
     classifier = ImageClassifier(nn.Identity(), CLASSES, compile_backend="inductor")
     with pytest.raises(ConfigurationError, match="compile_backend='inductor' of ImageClassifier"):
         strategy.check_job(classifier, 4)
+    with pytest.raises(ConfigurationError, match=r"network is a SyncBatchNorm layer, .*: use BatchNorm"):
+        strategy.check_job(OwnModule(nn.SyncBatchNorm(3)), 4)
     lazy = OwnModule(nn.LazyConv2d(3, 3))
     with pytest.raises(ConfigurationError, match=r"network.weight gets its shape in the first forward"):
         strategy.check_job(lazy, 4)

@@ -54,7 +54,7 @@ def check_devices(parts: int, devices: int, device: torch.device, backend: str |
 
 
 def check_module(module: LightningModule) -> None:
-    """Refuse a module that is compiled, or that a callback would compile, or whose parameters have no shapes.
+    """Refuse a module that is compiled, or that a callback would compile, or that has layers without a rule.
 
     Raises:
         ConfigurationError: The module is refused.
@@ -69,6 +69,11 @@ def check_module(module: LightningModule) -> None:
     for name, layer in module.named_modules():
         if is_compiled(layer):
             raise ConfigurationError(f"{name or type(module).__name__} is compiled: {remedy}")
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ConfigurationError(
+                f"{name} is a SyncBatchNorm layer, which does not know parts of images: use BatchNorm, which sees the "
+                "whole images of a group under spatial"
+            )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ConfigurationError(
