@@ -177,9 +177,13 @@ class StageBuffers:
             again: Whether the forward recomputes activations. If so, nothing is recorded, because the values of the
                 microbatch's first forward were already recorded.
         """
+        # A probe may run inside of a microbatch's first forward, which has its own numbers of values.
+        before = [(record, [*record.counts]) for record in self._training if again]
         for record in self._training:
             record.counts.clear()
         yield
+        for record, counts in before:
+            record.counts[:] = counts
         if self._table is not None and not again:
             self._table.record()
 
