@@ -149,7 +149,10 @@ class SpatialParts:
         record = self.gathers[why, call_site()]
         record.calls += 1
         record.received_bytes += whole.nbytes - tensor.rows.nbytes
-        return whole.contiguous(memory_format=memory_format_of(tensor))
+        # The dimensions have the same order in memory as on one device: the order of random numbers depends on it.
+        strides = tensor.stride()
+        order = sorted(range(whole.dim()), key=lambda dimension: -strides[dimension])
+        return whole.permute(order).contiguous().permute([order.index(dimension) for dimension in range(whole.dim())])
 
     def plain_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Give plain gradients to parameters whose gradients are divided, such as those of position embeddings."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.spatial.layout import Bounds, RowLayout
-from cnnstrategies.spatial.rows_tensor import RowsTensor
+from cnnstrategies.spatial.rows_tensor import RowsTensor, memory_format_of
 
 if TYPE_CHECKING:
     from cnnstrategies.spatial.parts import SpatialParts
@@ -34,7 +34,7 @@ def resample(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any
         return RowsTensor.create(parts, window.new_zeros(shape), plan.outputs)
     if plan.changes_others:
         window = func(**(arguments | {"self": window} | plan.local(window.shape[plan.axis])))
-    result = plan.rows_of(window)
+    result = plan.rows_of(window).contiguous(memory_format=_memory_format(func, arguments))
     return RowsTensor.create(parts, result, plan.outputs)
 
 
@@ -63,6 +63,15 @@ def resample_backward(parts: "SpatialParts", func: Any, arguments: dict[str, Any
         values = func(**{name: (arguments | local)[name] for name in arguments})
     result = parts.give_back(values, plan.axis, plan.held, plan.windows)
     return RowsTensor.create(parts, result, RowLayout(plan.axis, plan.size))
+
+
+def _memory_format(func: Any, arguments: dict[str, Any]) -> torch.memory_format:
+    """Return the memory format that the result has on one device, on which the order of random numbers depends."""
+    source = arguments["self"]
+    if source.dim() < 4 or not func.overloadpacket.__name__.startswith("upsample"):
+        return torch.contiguous_format
+    whole = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    return memory_format_of(func(**(arguments | {"self": whole})))
 
 
 class _Plan:

@@ -11,7 +11,7 @@ from cnnstrategies.placed.call_site import call_site
 from cnnstrategies.placed.messages import RefusedError
 from cnnstrategies.placed.operations import with_tensors
 from cnnstrategies.spatial.copied_views import refresh, with_origin, write_through
-from cnnstrategies.spatial.rows_tensor import RowsTensor, memory_format_of, rows_in
+from cnnstrategies.spatial.rows_tensor import RowsTensor, rows_in
 from cnnstrategies.spatial.rules import Rule, rule_of
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def _divided_again(parts: "SpatialParts", operand: RowsTensor, whole: Tensor) ->
     assert layout is not None
     if whole.dim() != operand.dim() or whole.shape[layout.axis] != operand.shape[layout.axis]:
         return whole
-    rows = parts.take(whole, layout).contiguous(memory_format=memory_format_of(whole))
-    return RowsTensor.create(parts, rows, layout)
+    return RowsTensor.create(parts, parts.take(whole, layout).clone(), layout)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], result: Any) -> Any:

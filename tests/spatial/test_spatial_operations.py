@@ -210,6 +210,9 @@ CASES: dict[str, Callable[[Draw], Any]] = {
         ]
     ),
     "dropout": unary(lambda x: [F.dropout(x, 0.4), F.dropout2d(x, 0.4), *torch.native_dropout(x, 0.3, True)]),
+    "dropout of enlarged images": unary(
+        lambda x: F.dropout(F.interpolate(x.contiguous(memory_format=torch.channels_last), scale_factor=2), 0.4), 2
+    ),
     "random numbers": unary(lambda x: [x + torch.rand_like(x), torch.randn_like(x), x.clone().uniform_()]),
     "new tensors": unary(lambda x: x * torch.ones_like(x) + x.new_full(x.shape, 2.0) + x.new_zeros(1)),
 }
@@ -231,6 +234,7 @@ GATHERING: dict[str, Callable[[Draw], Any]] = {
     "writes of slices": unary(written_slices),
     "circular padding": unary(lambda x: F.pad(x, (1, 1, 1, 1), mode="circular") * 2, smallest=2),
     "sort": unary(lambda x: [*x.sort(2), x.cumsum(2) * 2, x.softmax(2)]),
+    "dropout in another order": unary(lambda x: F.dropout(x.transpose(1, 3).cumsum(2), 0.4)),
     "masks": unary(lambda x: [x[x > 0], x.masked_fill(x > 0, 1.0)]),
     "one row": unary(lambda x: [x[:, :, 0] * 2, x.unbind(2)[-1] * 2, x.split(1, 2)[0] * 2]),
     "diagonal": unary(lambda x: x.diagonal(0, 1, 2) * 2),
