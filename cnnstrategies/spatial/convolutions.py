@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from cnnstrategies.spatial.edges import Edges
 from cnnstrategies.spatial.layout import Bounds, RowLayout, kernel_windows
 from cnnstrategies.spatial.rows_tensor import RowsTensor, memory_format_of
 
@@ -22,6 +23,8 @@ def convolution(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> 
     rows = parts.part(source, plan.inputs)
     if plan.is_local:
         return RowsTensor.create(parts, func(**(arguments | {"input": rows})), plan.outputs)
+    if plan.edges is not None:
+        return RowsTensor.create(parts, plan.edges.run(parts, func, arguments, rows, plan.padding), plan.outputs)
     window = parts.fetch(rows, plan.axis, plan.held, plan.windows)
     if not window.shape[plan.axis]:
         return RowsTensor.create(parts, plan.empty(window, arguments), plan.outputs)
@@ -38,6 +41,9 @@ def convolution_backward(parts: "SpatialParts", func: Any, arguments: dict[str, 
     grad, rows = parts.part(arguments["grad_output"], plan.outputs), parts.part(source, plan.inputs)
     weight, bias_grad = arguments["weight"], None
     is_transposed, axis = arguments["transposed"], plan.axis
+    if plan.edges is not None:
+        gradients = plan.edges.run_backward(parts, func, arguments, rows, grad, plan.padding, plan.output_padding)
+        return _wrapped(parts, gradients, plan.inputs, arguments["output_mask"])
     if is_transposed:
         # Windows of several ranks contain the same rows of the output.
         bias_grad = grad.sum([dimension for dimension in range(grad.dim()) if dimension != 1])
@@ -57,11 +63,17 @@ def convolution_backward(parts: "SpatialParts", func: Any, arguments: dict[str, 
         bias_grad = grad.new_zeros(grad.shape[1]) if bias_grad is None else bias_grad
     if wants_input and not is_transposed and not plan.is_local:
         input_grad = parts.give_back(input_grad, axis, plan.held, plan.windows)
-    sums = iter(parts.sums([*(weight_grad,) * wants_weight, *(bias_grad,) * wants_bias]))
+    return _wrapped(parts, (input_grad, weight_grad, bias_grad), plan.inputs, arguments["output_mask"])
+
+
+def _wrapped(parts: "SpatialParts", gradients: Any, inputs: RowLayout, mask: list[bool]) -> Any:
+    """Return the gradients of a convolution, of which those of the weight and the bias are summed over the ranks."""
+    input_grad, weight_grad, bias_grad = gradients
+    sums = iter(parts.sums([*(weight_grad,) * mask[1], *(bias_grad,) * mask[2]]))
     return (
-        RowsTensor.create(parts, input_grad, plan.inputs) if wants_input else None,
-        next(sums) if wants_weight else None,
-        next(sums) if wants_bias else None,
+        RowsTensor.create(parts, input_grad, inputs) if mask[0] else None,
+        next(sums) if mask[1] else None,
+        next(sums) if mask[2] else None,
     )
 
 
@@ -86,6 +98,7 @@ class _Kernel:
         windows: Rows that each rank's kernel reads. A transposed convolution writes these rows of its output.
         padding: Padding of the convolution of one rank, whose window contains the padding of the divided dimension.
         output_padding: The same for the padding of the output.
+        edges: Edges of this rank's rows, if its own rows and the rows at the edges are convolved by themselves.
         is_local: Whether each output row needs only the input row with the same number.
     """
 
@@ -117,6 +130,10 @@ class _Kernel:
             [0 if index == dimension else (values[index] if len(values) > 1 else values[0]) for index in range(spatial)]
             for values in (arguments["padding"], arguments["output_padding"])
         )
+        self.edges: Edges | None = None
+        if not arguments["transposed"]:
+            form = (reach, stride, padding)
+            self.edges = Edges.of(self.axis, self.held, self.bounds_out, self.windows, parts.rank, form)
         self.is_local = (kernel, stride, padding) == (1, 1, 0) and size == size_out and parts.own(size) > 0
 
     def transposed(self, func: Any, arguments: dict[str, Any]) -> RowsTensor:

@@ -1,6 +1,6 @@
 """Messages between the ranks that have parts of the same images."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -23,8 +23,11 @@ class PartsLink(Protocol):
     rank: int
     count: int
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send contiguous tensors to ranks, and receive into contiguous tensors from ranks."""
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Begin to send contiguous tensors to ranks, and to receive into contiguous tensors from ranks.
+
+        Return a function that waits for the end of both. It must be called before the next message.
+        """
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Return the sum, maximum or minimum of a tensor over the ranks."""
@@ -33,7 +36,8 @@ class PartsLink(Protocol):
 class GroupLink:
     """Connection over a process group of torch, such as gloo or NCCL.
 
-    Nothing is posted before it is needed, because NCCL would let a GPU wait for it.
+    Nothing is posted long before it is needed, because NCCL would let a GPU wait for it: at most, an operation computes
+    its inner rows until the rows at its edges have arrived.
 
     Args:
         group: The process group of the ranks.
@@ -44,15 +48,21 @@ class GroupLink:
         self._group, self._cpu_group = group, group if cpu_group is None else cpu_group
         self.rank, self.count = group.rank(), group.size()
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send contiguous tensors to ranks, and receive into contiguous tensors from ranks."""
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Begin to send contiguous tensors to ranks, and to receive into contiguous tensors from ranks."""
         posted = [
             dist.P2POp(function, tensor.reshape(-1).view(torch.uint8), group=self._group_for(tensor), group_peer=peer)
             for function, tensors in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in tensors.items()
         ]
-        for work in dist.batch_isend_irecv(posted) if posted else ():
-            work.wait()
+        works = dist.batch_isend_irecv(posted) if posted else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            posted.clear()
+
+        return wait
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Return the sum, maximum or minimum of a tensor over the ranks."""

@@ -1,7 +1,7 @@
 """The parts of tensors on all ranks: rows are handed out, fetched from other ranks, and gathered."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from cnnstrategies._torch_private import tracked_views
 from cnnstrategies.placed.call_site import call_site
 from cnnstrategies.spatial.layout import Bounds, RowLayout, bounds, scaled
 from cnnstrategies.spatial.link import PartsLink
+from cnnstrategies.spatial.requested_rows import RequestedRows, overlap, with_length
 from cnnstrategies.spatial.rows_tensor import RowsTensor, local_shape, memory_format_of
 from cnnstrategies.spatial.runner import run
 
@@ -135,7 +136,7 @@ class SpatialParts:
                     rows.copy_(piece)
                 else:
                     sends[peer] = in_memory_order(piece)
-        self._exchange(sends, {source: in_memory_order(rows)} if self.rank != source else {})
+        self._post(sends, {source: in_memory_order(rows)} if self.rank != source else {})()
         return RowsTensor.create(self, rows, layout)
 
     def gather(self, tensor: Tensor, why: str) -> Tensor:
@@ -192,35 +193,22 @@ class SpatialParts:
             wanted: The rows that each rank wants. Rows that no rank has are filled.
             fill: Value of these rows.
         """
-        (start, end), (low, high) = held[self.rank], wanted[self.rank]
+        return self.request(rows, axis, held, wanted).rows(*wanted[self.rank], fill)
+
+    def request(self, rows: Tensor, axis: int, held: Bounds, wanted: Bounds) -> "RequestedRows":
+        """Begin to fetch the rows that this rank wants. The arguments are those of :meth:`fetch`."""
+        start = held[self.rank][0]
         sends, receives = {}, {}
         for peer in range(self.count):
             if peer != self.rank:
-                first, last = _overlap(held[self.rank], wanted[peer])
+                first, last = overlap(held[self.rank], wanted[peer])
                 if first < last:
                     sends[peer] = rows.narrow(axis, first - start, last - first).contiguous()
-                first, last = _overlap(held[peer], wanted[self.rank])
+                first, last = overlap(held[peer], wanted[self.rank])
                 if first < last:
-                    receives[peer] = rows.new_empty(_with_length(rows, axis, last - first))
-        self._exchange(sends, receives)
-        first, last = _overlap(held[self.rank], wanted[self.rank])
-        if first >= last:
-            first = last = start
-        elif (first, last) == (low, high):
-            return rows.narrow(axis, low - start, high - low) if (low, high) != (start, end) else rows
-        pieces = {self.rank: rows.narrow(axis, first - start, last - first), **receives}
-        present = [(max(held[peer][0], low), pieces[peer]) for peer in sorted(pieces) if pieces[peer].shape[axis]]
-        blocks, reached = [], low
-        for position, piece in [*present, (high, None)]:
-            if position > reached:
-                blocks.append(rows.new_full(_with_length(rows, axis, position - reached), fill))
-            if piece is not None:
-                blocks.append(piece)
-                reached = position + piece.shape[axis]
-        # Messages have the order of the dimensions, so blocks may differ from the rows in their order in memory.
-        memory_format = memory_format_of(rows)
-        blocks = [block.contiguous(memory_format=memory_format) for block in blocks]
-        return torch.cat(blocks, axis) if blocks else rows.narrow(axis, 0, 0)
+                    receives[peer] = (first, rows.new_empty(with_length(rows, axis, last - first)))
+        wait = self._post(sends, {peer: piece for peer, (_, piece) in receives.items()})
+        return RequestedRows(rows, axis, held[self.rank], [receives[peer] for peer in sorted(receives)], wait)
 
     def give_back(self, values: Tensor, axis: int, held: Bounds, wanted: Bounds) -> Tensor:
         """Return the sums of values for this rank's rows, which several ranks have computed. Adjoint of :meth:`fetch`.
@@ -232,27 +220,43 @@ class SpatialParts:
             wanted: The rows for which each rank has values. Values for rows that no rank has are dropped.
         """
         (start, end), (low, _) = held[self.rank], wanted[self.rank]
-        sends, receives = {}, {}
-        for peer in range(self.count):
-            if peer != self.rank:
-                first, last = _overlap(held[peer], wanted[self.rank])
-                if first < last:
-                    sends[peer] = values.narrow(axis, first - low, last - first).contiguous()
-                first, last = _overlap(held[self.rank], wanted[peer])
-                if first < last:
-                    receives[peer] = values.new_empty(_with_length(values, axis, last - first))
-        self._exchange(sends, receives)
-        first, last = _overlap(held[self.rank], wanted[self.rank])
+        first, last = overlap(held[self.rank], wanted[self.rank])
         if (first, last) == (start, end) and first < last:
             total = values.narrow(axis, first - low, last - first)
             total = total.contiguous(memory_format=memory_format_of(values))
         else:
-            total = values.new_zeros(_with_length(values, axis, end - start))
+            total = values.new_zeros(with_length(values, axis, end - start))
             if first < last:
                 total.narrow(axis, first - start, last - first).copy_(values.narrow(axis, first - low, last - first))
+        return self.add_returned(
+            total, lambda first, last: values.narrow(axis, first - low, last - first), axis, held, wanted
+        )
+
+    def add_returned(
+        self, total: Tensor, piece: Callable[[int, int], Tensor], axis: int, held: Bounds, wanted: Bounds
+    ) -> Tensor:
+        """Send values to the ranks that have their rows, and add to ``total`` the values that other ranks send.
+
+        Args:
+            total: Values for this rank's rows.
+            piece: Function that returns this rank's values for a range of other ranks' rows.
+            axis: Dimension of the rows.
+            held: The rows that each rank has.
+            wanted: The rows for which each rank has values.
+        """
+        sends, receives = {}, {}
+        for peer in range(self.count):
+            if peer != self.rank:
+                first, last = overlap(held[peer], wanted[self.rank])
+                if first < last:
+                    sends[peer] = piece(first, last).contiguous()
+                first, last = overlap(held[self.rank], wanted[peer])
+                if first < last:
+                    receives[peer] = total.new_empty(with_length(total, axis, last - first))
+        self._post(sends, receives)()
         for peer in sorted(receives):
-            first, last = _overlap(held[self.rank], wanted[peer])
-            total.narrow(axis, first - start, last - first).add_(receives[peer])
+            first, last = overlap(held[self.rank], wanted[peer])
+            total.narrow(axis, first - held[self.rank][0], last - first).add_(receives[peer])
         return total
 
     def reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
@@ -275,9 +279,9 @@ class SpatialParts:
         held = scaled(self.bounds(size), layout.inner)
         return self.fetch(rows, axis, held, ((0, size * layout.inner),) * self.count)
 
-    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+    def _post(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
         self.sent_bytes += sum(tensor.nbytes for tensor in sends.values())
-        self._link.exchange(sends, receives)
+        return self._link.exchange(sends, receives)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -285,18 +289,8 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _overlap(range_: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(range_[0], other[0]), min(range_[1], other[1])
-
-
 def _unflattened(tensor: Tensor, layout: RowLayout, rows: int) -> list[int]:
     """Return the shape in which the divided dimension is split into three, of which the second contains the rows."""
     shape = list(tensor.shape)
     shape[layout.axis : layout.axis + 1] = [layout.outer, rows, layout.inner]
-    return shape
-
-
-def _with_length(tensor: Tensor, axis: int, length: int) -> list[int]:
-    shape = list(tensor.shape)
-    shape[axis] = length
     return shape

@@ -5,7 +5,6 @@ import torch
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.pipeline.generator_states import GeneratorStates
-from cnnstrategies.spatial import SpatialParts
 from cnnstrategies.spatial.norms import statistics
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first
@@ -25,15 +24,6 @@ removes(
 def each_group_keeps_its_own_running_statistics(original, tensors, group=None):
     if group is None:
         original(tensors)
-
-
-@replaces(SpatialParts.give_back, killed_by=two_parts, takes_long=True)
-def gradients_of_halos_are_not_added(original, self, values, axis, held, wanted):
-    (start, end), (low, _) = held[self.rank], wanted[self.rank]
-    total = original(self, values, axis, held, wanted)
-    if low <= start and end - low <= values.shape[axis]:
-        total.copy_(values.narrow(axis, start - low, end - start))
-    return total
 
 
 @replaces(statistics, killed_by=two_parts, takes_long=True)

@@ -16,14 +16,18 @@ class TensorLink:
     def __init__(self, link: Any, rank: int, count: int) -> None:
         self._link, self.rank, self.count = link, rank, count
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
         for peer, tensor in sends.items():
             assert tensor.is_contiguous()
             self._link.send(peer, tensor.clone())
-        for peer, tensor in receives.items():
-            received = self._link.receive(peer)
-            assert (received.shape, received.dtype) == (tensor.shape, tensor.dtype)
-            tensor.copy_(received)
+
+        def wait() -> None:
+            for peer, tensor in receives.items():
+                received = self._link.receive(peer)
+                assert (received.shape, received.dtype) == (tensor.shape, tensor.dtype)
+                tensor.copy_(received)
+
+        return wait
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         for peer in range(self.count):
