@@ -27,7 +27,7 @@ class RequestedRows:
         received: list[tuple[int, Tensor]],
         wait: Callable[[], None],
     ) -> None:
-        self._own, self._axis, self._held, self._wait = rows, axis, held, wait
+        self._rows, self._axis, self._held, self._wait = rows, axis, held, wait
         self._received = received
         self._is_complete = False
 
@@ -47,27 +47,27 @@ class RequestedRows:
             has_own: Whether the result contains this rank's rows; otherwise their place is filled, too.
         """
         self.wait()
-        axis, own = self._axis, self._own
+        axis, rows = self._axis, self._rows
         first, last = overlap(self._held, (low, high))
         start, end = self._held
         if has_own and first < last and (first, last) == (low, high):
-            return own.narrow(axis, low - start, high - low) if (low, high) != (start, end) else own
-        pieces = [(start, own), *self._received] if has_own else self._received
+            return rows.narrow(axis, low - start, high - low) if (low, high) != (start, end) else rows
+        pieces = [(start, rows), *self._received] if has_own else self._received
         blocks, reached = [], low
         # Messages have the order of the dimensions, so blocks may differ from the rows in their order in memory.
-        memory_format = memory_format_of(own)
+        memory_format = memory_format_of(rows)
         for position, piece in sorted(pieces, key=lambda pair: pair[0]):
             first, last = overlap((position, position + piece.shape[axis]), (low, high))
             if first >= last:
                 continue
             if first > reached:
-                blocks.append(own.new_full(with_length(own, axis, first - reached), fill))
+                blocks.append(rows.new_full(with_length(rows, axis, first - reached), fill))
             blocks.append(piece.narrow(axis, first - position, last - first))
             reached = last
         if high > reached:
-            blocks.append(own.new_full(with_length(own, axis, high - reached), fill))
+            blocks.append(rows.new_full(with_length(rows, axis, high - reached), fill))
         blocks = [block.contiguous(memory_format=memory_format) for block in blocks]
-        return torch.cat(blocks, axis) if blocks else own.narrow(axis, 0, 0)
+        return torch.cat(blocks, axis) if blocks else rows.narrow(axis, 0, 0)
 
 
 def overlap(range_: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
