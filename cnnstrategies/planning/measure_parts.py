@@ -1,7 +1,7 @@
 """Determine the costs of dividing images: the operations run by the rules for divided tensors, without values."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,10 +151,11 @@ class _CountingLink:
     def __init__(self, walk: PartWalk, rank: int, count: int) -> None:
         self._walk, self.rank, self.count = walk, rank, count
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
         self._walk.exchanges += 1
         self._walk.sent += sum(tensor.nbytes for tensor in sends.values())
         self._walk.received += sum(tensor.nbytes for tensor in receives.values())
+        return lambda: None
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         self._walk.sums += 1

@@ -131,7 +131,8 @@ class Edges:
                 for low, high, strip_grad in gradients
                 if overlap((low, high), (first, last)) == (first, last)
             )
-            return strip_grad.narrow(self.axis, first - low, last - first)
+            rows: Tensor = strip_grad.narrow(self.axis, first - low, last - first)
+            return rows
 
         if wants_input:
             input_grad = parts.add_returned(input_grad, piece, self.axis, self.held, self.windows)
