@@ -15,7 +15,8 @@ def bounds(size: int, count: int) -> Bounds:
 
     Args:
         size: Number of rows.
-        count: Number of ranks. Some ranks have no rows if there are fewer rows than ranks.
+        count: Number of ranks. Some ranks have no rows if there are fewer rows than ranks. A tensor with fewer than two
+            rows for each rank is not divided; see `SpatialParts.with_enough_rows`.
     """
     return tuple((size * rank // count, size * (rank + 1) // count) for rank in range(count))
 

@@ -88,8 +88,8 @@ class SpatialParts:
 
     # Tensors of the program.
 
-    def scatter(self, whole: Tensor, axis: int) -> RowsTensor:
-        """Return a divided tensor. Every rank has the whole tensor.
+    def scatter(self, whole: Tensor, axis: int) -> Tensor:
+        """Return a divided tensor, or the tensor itself if it has too few rows. Every rank has the whole tensor.
 
         Args:
             whole: The tensor.
@@ -97,12 +97,14 @@ class SpatialParts:
         """
         axis %= whole.dim()
         layout = RowLayout(axis, whole.shape[axis])
+        if self._has_few_rows(layout):
+            return whole
         return RowsTensor.create(
             self, self.take(whole, layout).contiguous(memory_format=memory_format_of(whole)), layout
         )
 
-    def hand_out(self, whole: Tensor | None, axis: int, source: int, device: torch.device) -> RowsTensor:
-        """Return a divided tensor that only one rank has. The rank sends each rank its rows.
+    def hand_out(self, whole: Tensor | None, axis: int, source: int, device: torch.device) -> Tensor:
+        """Return a divided tensor that only one rank has. The rank sends each rank its rows; all rows if they are few.
 
         Args:
             whole: The tensor on the rank that has it.
@@ -137,7 +139,20 @@ class SpatialParts:
                 else:
                     sends[peer] = in_memory_order(piece)
         self._post(sends, {source: in_memory_order(rows)} if self.rank != source else {})()
-        return RowsTensor.create(self, rows, layout)
+        return self.with_enough_rows(RowsTensor.create(self, rows, layout))
+
+    def with_enough_rows(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, or all its rows on all ranks if a rank has fewer than two of them.
+
+        The strides of a single row do not say in which order the dimensions are in memory. Ranks with one row and with
+        several rows would then differ in the strides that the program sees, and torch chooses operations by strides.
+        """
+        if not isinstance(tensor, RowsTensor) or tensor.row_layout is None or not self._has_few_rows(tensor.row_layout):
+            return tensor
+        return self._gathered(tensor.rows, tensor.row_layout).contiguous(memory_format=memory_format_of(tensor))
+
+    def _has_few_rows(self, layout: RowLayout) -> bool:
+        return self.count > 1 and layout.size < 2 * self.count
 
     def gather(self, tensor: Tensor, why: str) -> Tensor:
         """Return a tensor with all rows on all ranks, and record the operation that needs them."""

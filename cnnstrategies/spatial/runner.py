@@ -72,6 +72,8 @@ def run(parts: "SpatialParts", func: Any, args: Any, kwargs: Any) -> Any:
         result = facts.rule(parts, func, facts.bound(args, kwargs))
     if result is NotImplemented:
         result = _run_whole(parts, func, facts, operands, args, kwargs)
+    else:
+        result = _mapped(parts.with_enough_rows, result)
     for tensor in written:
         tensor.memory.writes += 1
         write_through(parts, tensor)

@@ -54,10 +54,14 @@ def check(function: Callable[..., Any], inputs: Sequence[Tensor], axes: Sequence
             tensor.requires_grad_(tensor.is_floating_point())
         results, gradients = results_and_gradients(function, tensors)
         gathered = {operation for operation, _ in parts.gathers}
-        return [[parts.gather(tensor.detach(), "test") for tensor in group] for group in (results, gradients)], gathered
+        strides = [tensor.stride() for tensor in (*results, *gradients)]
+        values = [[parts.gather(tensor.detach(), "test") for tensor in group] for group in (results, gradients)]
+        return values, gathered, strides
 
     reports = on_parts(count, main)
-    for groups, _ in reports:
+    # torch chooses operations by strides, and all ranks must run the same ones.
+    assert all(strides == reports[0][2] for _, _, strides in reports)
+    for groups, _, _ in reports:
         for group, wanted in zip(groups, expected, strict=True):
             magnitudes = [
                 float(tensor.detach().abs().max()) for tensor in wanted if tensor.is_floating_point() and tensor.numel()
