@@ -26,7 +26,13 @@ from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.runtime import failure_watch
 from cnnstrategies.runtime.failure_store import LONGEST, FailureStore, RankFailure
 from cnnstrategies.runtime.failure_watch import GRACE, PATIENCE, Countdown, FailureWatch
-from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy, failing
+from cnnstrategies.strategies import (
+    BalancedDDPStrategy,
+    HybridPipelineStrategy,
+    ParameterServerStrategy,
+    SpatialStrategy,
+    failing,
+)
 
 BOOM = RankFailure(1, "host-b", 7, "ValueError: boom", 1)
 GONE = RankFailure(0, "host-a", 8, "RuntimeError: Connection closed by peer", 1)
@@ -255,6 +261,7 @@ STRATEGIES = {
     "ddp": lambda: "ddp",
     "ddp_balanced": BalancedDDPStrategy,
     "hybrid_pipeline": lambda: HybridPipelineStrategy(cuts=["2"]),
+    "spatial": SpatialStrategy,
     "parameter_server": SERVED,
 }
 
