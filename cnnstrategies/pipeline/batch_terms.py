@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.combining import CombiningRule, combine
+from cnnstrategies.pipeline.combining import CombiningRule, check_sendable, combine
 from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
 from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec, pack
-from cnnstrategies.pipeline.watched import PLAIN, StoredKey
+from cnnstrategies.pipeline.watched import StoredKey
 from cnnstrategies.placed import Places
 
 NOTHING = pack((), False)[0]  # Header of a stage that stores nothing.
@@ -68,7 +68,7 @@ def combine_terms(
     indices = values.by_key(range(len(leaves)))
     for key, tree, of_key in zip(values.keys, values.trees, indices, strict=True):
         value = tree_unflatten([leaves[index] for index in of_key], tree)
-        _check(key, [leaves[index] for index in of_key])
+        check_sendable(key, [leaves[index] for index in of_key])
         if key.kind == "values" and not any(needs[index] for index in of_key):
             tensor = watch.find(key.path)
             if places.place_of(tensor) is not None:
@@ -80,20 +80,6 @@ def combine_terms(
         roots += [(index, rules[index]) for index in of_key if needs[index]]
     header, tensors = pack((entries,), False) if entries else (NOTHING, [])
     return CombinedTerms(header, tensors, roots, changed)
-
-
-def _check(key: StoredKey, leaves: Sequence[Any]) -> None:
-    """Check that other ranks can get what has been stored.
-
-    Raises:
-        ConfigurationError: They cannot.
-    """
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise ConfigurationError(
-                f"the network's forward stores an object of the class {type(leaf).__name__} in {key}, which the ranks "
-                "of other stages cannot get: store tensors, numbers or texts, or lists and dictionaries of them"
-            )
 
 
 class BatchTerms:

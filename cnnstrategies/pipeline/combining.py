@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_rows import BatchRows
-from cnnstrategies.pipeline.watched import StoredKey
+from cnnstrategies.pipeline.watched import PLAIN, StoredKey
 
 # How a value of a batch follows from the values of the batch's parts.
 #   same: all parts have the batch's value
@@ -59,6 +60,15 @@ class StoredValues(NamedTuple):
         """The key of each leaf."""
         return [key for key, tree in zip(self.keys, self.trees, strict=True) for _ in range(tree.num_leaves)]
 
+    def check_sendable(self) -> None:
+        """Check that other ranks can get the values.
+
+        Raises:
+            ConfigurationError: They cannot.
+        """
+        for key, leaf in zip(self.names, self.leaves, strict=True):
+            check_sendable(key, [leaf])
+
     def has_form_of(self, other: "StoredValues") -> bool:
         """Whether the same things have been stored, possibly with other values."""
         return self.keys == other.keys and self.trees == other.trees
@@ -95,6 +105,20 @@ class StoredValues(NamedTuple):
 
 
 NO_VALUES = StoredValues((), (), [])
+
+
+def check_sendable(key: StoredKey, leaves: Sequence[Any]) -> None:
+    """Check that other ranks can get what has been stored.
+
+    Raises:
+        ConfigurationError: They cannot.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise ConfigurationError(
+                f"the network's forward stores an object of the class {type(leaf).__name__} in {key}, which the ranks "
+                "of other stages cannot get: store tensors, numbers or texts, or lists and dictionaries of them"
+            )
 
 
 def _as_tuples(value: Any) -> Any:

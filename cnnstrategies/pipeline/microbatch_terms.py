@@ -61,18 +61,24 @@ class MicrobatchTerms:
         """The first thing that a microbatch has stored; None if nothing is stored."""
         return next((key for values in self.stored.values() for key in values.keys), None)
 
-    def share(self, places: Places, group: Sequence[int], device: torch.device) -> None:
+    def share(self, places: Places, group: Sequence[int], device: torch.device, subject: str) -> None:
         """Get what the microbatches of the stage's other replicas have stored. All replicas must call this.
 
         Args:
             places: The rules of this rank.
             group: Ranks of the replicas.
             device: Device of this rank.
+            subject: Words for the values in error messages.
+
+        Raises:
+            ConfigurationError: The replicas cannot get what a microbatch has stored.
         """
         if len(group) == 1:
             return
+        for values in self.stored.values():
+            values.check_sendable()
         stored = {microbatch: values.detached() for microbatch, values in self.stored.items() if values.keys}
-        for others, before in places.exchange((stored, list(self.before.items())), group, "stored by replicas"):
+        for others, before in places.exchange((stored, list(self.before.items())), group, subject):
             self.before = {**dict(before), **self.before}
             for microbatch, values in others.items():
                 self.stored.setdefault(microbatch, values.attached(device))

@@ -206,8 +206,11 @@ class CallTerms:
             self._noted = None
             self._check_nothing(refusal)
             return
+        # Without a backward, ranks do not ask each other whether they have new hooks.
+        is_alone = self._has_new_hooks and not self._needs_gradient
         with torch.set_grad_enabled(self._needs_gradient):
-            microbatches.share(places, terms.group, self._device)
+            subject = _OF_NEW_HOOKS if is_alone else "stored by replicas"
+            microbatches.share(places, terms.group, self._device, subject)
             sets_parameters = self._changed_parameter is not None
             rules, reason = terms.rules.find(microbatches, self._form, self._needs_gradient, sets_parameters)
         terms.run_forms.add(self._form)
@@ -223,8 +226,6 @@ class CallTerms:
         if report.reason is None and refusal is None and microbatches.stored:
             self._combined = combine_terms(microbatches, rules, self.watch, places)
             report = TermReport(None, self._combined.header)
-        # Without a backward, ranks do not ask each other whether they have new hooks.
-        is_alone = self._has_new_hooks and not self._needs_gradient
         headers = terms.reports.exchange(report, terms.runner.first_ranks, _OF_NEW_HOOKS if is_alone else "stored")
         terms.is_first, self._noted = False, None
         with torch.no_grad():
