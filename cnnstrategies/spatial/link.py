@@ -1,11 +1,15 @@
 """Messages between the ranks that have parts of the same images."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from cnnstrategies.placed.messages import LinkError
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Backends do not reduce these dtypes, or reduce them with large errors.
@@ -27,10 +31,17 @@ class PartsLink(Protocol):
         """Begin to send contiguous tensors to ranks, and to receive into contiguous tensors from ranks.
 
         Return a function that waits for the end of both. It must be called before the next message.
+
+        Raises:
+            LinkError: The connection is broken, or the time-out is over. The function that waits raises it as well.
         """
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """Return the sum, maximum or minimum of a tensor over the ranks."""
+        """Return the sum, maximum or minimum of a tensor over the ranks.
+
+        Raises:
+            LinkError: The connection is broken, or the time-out is over.
+        """
 
 
 class GroupLink:
@@ -55,11 +66,13 @@ class GroupLink:
             for function, tensors in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in tensors.items()
         ]
-        works = dist.batch_isend_irecv(posted) if posted else []
+        with link_errors():
+            works = dist.batch_isend_irecv(posted) if posted else []
 
         def wait() -> None:
-            for work in works:
-                work.wait()
+            with link_errors():
+                for work in works:
+                    work.wait()
             posted.clear()
 
         return wait
@@ -67,8 +80,19 @@ class GroupLink:
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Return the sum, maximum or minimum of a tensor over the ranks."""
         total = tensor.to(_REDUCED_AS.get(tensor.dtype, tensor.dtype), copy=True).contiguous()
-        dist.all_reduce(total, OPERATIONS[operation], group=self._group_for(total))
+        with link_errors():
+            dist.all_reduce(total, OPERATIONS[operation], group=self._group_for(total))
         return total.to(tensor.dtype)
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self._group
+
+
+@contextmanager
+def link_errors() -> Iterator[None]:
+    """Turn errors of the backend inside the context into a `LinkError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = re.sub(r"^\[\S+\] ", "", str(error))  # Gloo's file and line.
+        raise LinkError(text.splitlines()[0]) from error

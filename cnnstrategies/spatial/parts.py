@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cnnstrategies._torch_private import tracked_views
 from cnnstrategies.placed.call_site import call_site
+from cnnstrategies.placed.messages import DivergedError, LinkError
 from cnnstrategies.spatial.layout import Bounds, RowLayout, bounds, scaled
 from cnnstrategies.spatial.link import PartsLink
 from cnnstrategies.spatial.requested_rows import RequestedRows, overlap, with_length
@@ -55,6 +56,9 @@ class SpatialParts:
         count: Number of ranks.
         gathers: By operation and line of the program, what was gathered because there is not a rule for the operation.
         sent_bytes: Bytes that this rank has sent to other ranks, apart from sums.
+        operation: The operation that runs, for error messages.
+        describe: Function that returns a text that names a rank, for error messages.
+        note_loss: Function that is called with the message of a `DivergedError` before it is raised; None for none.
     """
 
     def __init__(self, link: PartsLink) -> None:
@@ -62,6 +66,9 @@ class SpatialParts:
         self.rank, self.count = link.rank, link.count
         self.gathers: defaultdict[tuple[str, str], Gathers] = defaultdict(Gathers)
         self.sent_bytes = 0
+        self.operation = "no operation"
+        self.describe: Callable[[int], str] = "rank {}".format
+        self.note_loss: Callable[[str], None] | None = None
         self._tracking: list[Any] = []
 
     def __enter__(self) -> "SpatialParts":
@@ -112,6 +119,7 @@ class SpatialParts:
             source: The rank that has the tensor.
             device: Device of the rows.
         """
+        self.operation = "the next batch"
         form = torch.zeros(_MOST_DIMENSIONS + 3, dtype=torch.int64)
         if self.rank == source:
             assert whole is not None
@@ -160,7 +168,7 @@ class SpatialParts:
             return tensor
         if tensor.row_layout is None:
             return tensor.rows
-        layout = tensor.row_layout
+        layout, self.operation = tensor.row_layout, why
         whole = self._gathered(tensor.rows, layout)
         record = self.gathers[why, call_site()]
         record.calls += 1
@@ -276,7 +284,12 @@ class SpatialParts:
 
     def reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
         """Return the sum, maximum or minimum of a tensor over the ranks."""
-        return self._link.reduce(tensor, operation) if self.count > 1 else tensor
+        if self.count == 1:
+            return tensor
+        try:
+            return self._link.reduce(tensor, operation)
+        except LinkError as error:
+            raise self.diverged(error) from error
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of tensors of one dtype over the ranks, in one message."""
@@ -296,7 +309,28 @@ class SpatialParts:
 
     def _post(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
         self.sent_bytes += sum(tensor.nbytes for tensor in sends.values())
-        return self._link.exchange(sends, receives)
+        try:
+            wait = self._link.exchange(sends, receives)
+        except LinkError as error:
+            raise self.diverged(error) from error
+
+        def waiting() -> None:
+            try:
+                wait()
+            except LinkError as error:
+                raise self.diverged(error) from error
+
+        return waiting
+
+    def diverged(self, error: LinkError) -> DivergedError:
+        """Return an error that names the operation that waits, and its line of the program."""
+        text = (
+            f"{self.describe(self.rank)} waits in {self.operation} at {call_site()} for the other ranks that have "
+            f"parts of the same images: {error}. All of them must run this line, and none of them may have ended"
+        )
+        if self.note_loss is not None:
+            self.note_loss(text)
+        return DivergedError(text)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ facts_of: Callable[[Any], OperationFacts] = cache(OperationFacts)
 def run(parts: "SpatialParts", func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation, of which some operands are divided."""
     facts = facts_of(func)
+    parts.operation = facts.name
     operands = list(rows_in(args, kwargs))
     written = list(rows_in(facts.written_values(args, kwargs), {})) if facts.written else []
     viewed, call = (args[0], (func, args[1:], kwargs)) if facts.is_view else (None, None)

@@ -46,6 +46,6 @@ def on_parts(count: int, function: Callable[[SpatialParts], Any]) -> list[Any]:
             return function(parts)
 
     results, errors = Turns(count).run(main)
-    for error in sorted(filter(None, errors), key=lambda error: type(error).__name__ == "LinkError"):
+    for error in sorted(filter(None, errors), key=lambda error: type(error).__name__ == "DivergedError"):
         raise error
     return results

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
+from io import StringIO
 from typing import Any
 
 import torch
@@ -131,6 +133,19 @@ def train_all(make: Callable[[], Any], devices: int, names: tuple[str, ...]) -> 
     torch.set_default_dtype(torch.float64)
     use_strategy(devices)
     return {name: train(PROGRAMS[name], make(), devices) for name in names}
+
+
+def train_with_hook(make: Callable[[], Any], devices: int, *hooked: int) -> str:
+    """Train with a hook on some ranks that changes gradients, and return the lines of standard error."""
+    use_strategy(devices)
+    torch.manual_seed(2)
+    module = OwnModule(nn.Conv2d(3, CLASSES, 3, padding=1))
+    if dist.get_rank() in hooked:
+        module.network.bias.register_hook(lambda gradient: 2 * gradient)
+    trainer = quiet_trainer(make(), devices, max_epochs=1, limit_train_batches=3)
+    with redirect_stderr(StringIO()) as errors:
+        trainer.fit(module, DataLoader(images_with(True), 2))
+    return errors.getvalue()
 
 
 def use_strategy(devices: int) -> None:

@@ -15,13 +15,14 @@ from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from parts_in_turn import on_parts
 from ranks import run_apart, run_ranks
-from spatial_programs import CLASSES, PROGRAMS, OwnModule, images_with, train_all, train_from, train_in
+from spatial_programs import CLASSES, PROGRAMS, OwnModule, images_with, train_all, train_from, train_in, train_with_hook
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from whole_step_cases import CASES, Case
 from whole_step_cases.running import on_one_device, on_ranks, verdict
 
 from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.placed.messages import DivergedError
 from cnnstrategies.spatial import RowsTensor, SpatialParts
 from cnnstrategies.strategies import SpatialStrategy
 from cnnstrategies.strategies.spatial.checks import check_division
@@ -57,10 +58,22 @@ def check(actual: dict[str, Tensor], expected: dict[str, Tensor], rank: int, tex
         torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12 * scale, msg=f"{text}, {name}")
 
 
+def train_all_and_with_hooks() -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Run all programs in two parts, and return the lines of runs with a hook on one rank and on both."""
+    results = train_all(two_parts, 2, ALL)
+    return results, [train_with_hook(two_parts, 2, *hooked) for hooked in ((1,), (0, 1))]
+
+
 def test_two_parts_train_as_one_process() -> None:
-    reports = run_ranks(2, train_all, two_parts, 2, ALL)
+    reports = run_ranks(2, train_all_and_with_hooks)
     expected = run_apart(train_all, auto, 1, ALL)
-    for rank, report in enumerate(reports):
+    line = (
+        r"spatial: after 1 batch, the ranks that .* have different weights network.bias \(norms from .* to .*\): "
+        r"register hooks, .* on all ranks and not only on one\n"
+    )
+    for rank, (report, (on_one, on_both)) in enumerate(reports):
+        assert on_both == ""
+        assert re.fullmatch("" if rank else line, on_one), on_one
         for name in ALL:
             check(report[name], expected[name], rank, name)
 
@@ -207,6 +220,17 @@ def test_the_line_about_the_first_step_names_operations_that_needed_all_rows() -
         ), text
 
 
+@pytest.mark.light
+def test_a_value_that_only_one_rank_reads_is_named() -> None:
+    def main(parts: SpatialParts) -> None:
+        images = parts.scatter(torch.ones(1, 1, 4, 5), -2)
+        if parts.rank == 0:
+            images.max()
+
+    with pytest.raises(DivergedError, match=r"^rank 0 waits in max at .*test_spatial.py:\d+ .* must run this line"):
+        on_parts(2, main)
+
+
 class Record(NamedTuple):
     """A batch of a user's own class."""
 
@@ -229,7 +253,10 @@ class Stream(IterableDataset[Any]):
 
 
 def load_streams() -> Any:
-    """Return what the ranks of a group have of the batches of a stream, and the error for a divided stream."""
+    """Return what the ranks of a group have of the batches of a stream, and the error for a divided stream.
+
+    Rank 1 also returns the errors for messages of rank 0 after rank 0 has left the group.
+    """
     torch.manual_seed(dist.get_rank())
     random.seed(dist.get_rank())
     groups = ImageGroups(dist.get_rank(), 2, 2, torch.device("cpu"), timedelta(seconds=60))
@@ -246,11 +273,17 @@ def load_streams() -> Any:
             assert batch.images.row_layout.axis == 2 + (width > height)
         received.append([groups.parts.gather(batch.images, "test"), groups.parts.gather(batch.masks, "test")])
         received[-1] += [batch.names, torch.rand(()), random.random()]
-    try:
+    with pytest.raises(ConfigurationError) as divided:
         next(iter(GroupLoader(DataLoader(Stream(dist.get_rank()), batch_size=None), groups, None, is_predicting=False)))
-    except ConfigurationError as error:
-        return first, received, str(error)
-    return first, received, "no error"
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(groups.group)
+        return first, received, str(divided.value), []
+    lost, divided_tensor = [], groups.parts.scatter(torch.ones(1, 1, 4, 5), -2)
+    for wait in (groups.from_loader, torch.max, lambda tensor: groups.parts.gather(tensor, "sort")):
+        with pytest.raises(DivergedError) as error:
+            wait(divided_tensor)
+        lost.append(str(error.value))
+    return first, received, str(divided.value), lost
 
 
 def test_ranks_of_a_group_get_the_same_batches() -> None:
@@ -259,11 +292,13 @@ def test_ranks_of_a_group_get_the_same_batches() -> None:
     random.seed(0)
     expected_first = torch.rand(()), random.random()
     expected = [[batch.images, batch.masks, batch.names, torch.rand(()), random.random()] for batch in one_stream()]
-    for first, received, error in run_ranks(2, load_streams):
+    for first, received, error, lost in run_ranks(2, load_streams):
         assert first == expected_first
         torch.testing.assert_close([batch[:2] for batch in received], [batch[:2] for batch in expected], rtol=0, atol=0)
         assert [batch[2:] for batch in received] == [batch[2:] for batch in expected]
         assert error.startswith("the ranks of a group load different batches: with parts=2 each 2 ranks get parts")
+        for text in lost:
+            assert re.match(r"rank 1 waits in .* at \S+:\d+ for the other ranks .*: \w+", text), text
 
 
 def one_stream() -> Iterator[Record]:

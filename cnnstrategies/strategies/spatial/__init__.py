@@ -7,7 +7,7 @@ Every rank runs the user's own module, callbacks and optimizers. The files:
 - `loading`: one rank of each group loads batches; `parted_batches`: which tensors of a batch are divided.
 - `replicas`: gradients, buffers and metrics over the groups.
 - `predictions`: predictions, once for each group.
-- `checks`: refusals; `step_costs`: what the first step has sent.
+- `checks`: refusals; `step_costs`: what the first step has sent; `same_weights`: comparison of the ranks' parameters.
 """
 
 from cnnstrategies.strategies.spatial.strategy import SpatialStrategy

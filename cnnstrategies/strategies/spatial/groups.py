@@ -1,5 +1,6 @@
 """Numbering of the ranks, and their process groups."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +11,9 @@ import torch.distributed as dist
 
 from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.transport import broadcast_value, new_group
+from cnnstrategies.placed.messages import LinkError
 from cnnstrategies.spatial import GroupLink, SpatialParts
+from cnnstrategies.spatial.link import link_errors
 
 
 class ImageGroups:
@@ -28,6 +31,7 @@ class ImageGroups:
         counterparts: Process group of the ranks that have the same part in the other groups, and of this rank.
         cpu_group: Process group of the same ranks as `group`, for tensors on the CPU.
         cpu_counterparts: Process group of the same ranks as `counterparts`, for tensors on the CPU.
+        device: Device of this rank.
 
     Args:
         rank: This rank.
@@ -40,7 +44,7 @@ class ImageGroups:
     def __init__(self, rank: int, world_size: int, count: int, device: torch.device, timeout: timedelta) -> None:
         self.replica, self.part = divmod(rank, count)
         self.replicas = world_size // count
-        self._device = device
+        self.device = device
         images = [range(replica * count, (replica + 1) * count) for replica in range(self.replicas)]
         same_parts = [range(part, world_size, count) for part in range(count)]
         self.group, self.counterparts = self._create(images, timeout), self._create(same_parts, timeout)
@@ -49,6 +53,8 @@ class ImageGroups:
             self.cpu_group = self._create(images, timeout, "gloo")
             self.cpu_counterparts = self._create(same_parts, timeout, "gloo")
         self.parts = SpatialParts(GroupLink(self.group, self.cpu_group))
+        self.parts.describe = lambda part: f"rank {self.first + part}"
+        self.parts.note_loss = print_time_out
         self._loaders = 0
 
     def _create(self, all_ranks: list[range], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
@@ -67,8 +73,16 @@ class ImageGroups:
 
         Args:
             value: The value; ignored on other ranks.
+
+        Raises:
+            DivergedError: A rank has ended, or the time-out is over.
         """
-        return broadcast_value(value, self.first, group=self.cpu_group)
+        self.parts.operation = "the next batch"
+        try:
+            with link_errors():
+                return broadcast_value(value, self.first, group=self.cpu_group)
+        except LinkError as error:
+            raise self.parts.diverged(error) from error
 
     @property
     def first(self) -> int:
@@ -77,13 +91,23 @@ class ImageGroups:
 
     def same_random_numbers(self) -> None:
         """Continue on all ranks of the group with the random numbers of the rank that loads."""
-        states: GeneratorStates = self.from_loader(GeneratorStates.current(self._device))
-        states.restore(self._device)
+        states: GeneratorStates = self.from_loader(GeneratorStates.current(self.device))
+        states.restore(self.device)
 
     def close(self) -> None:
         """Close the groups, after a run without a failure."""
         for group in {self.group, self.counterparts, self.cpu_group, self.cpu_counterparts}:
             dist.destroy_process_group(group)
+
+
+def print_time_out(text: str) -> None:
+    """Print what this rank waits for after a time-out.
+
+    Only one rank shows its exception. A user needs the lines of all ranks to see which rank has left the program of the
+    others.
+    """
+    if "timed out" in text.lower():
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from cnnstrategies.strategies.spatial.loading import GroupLoader
 from cnnstrategies.strategies.spatial.parted_batches import check_axis, describe_axis
 from cnnstrategies.strategies.spatial.predictions import predictions_of_group
 from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first, metrics_of_replicas, whole_tensor
+from cnnstrategies.strategies.spatial.same_weights import SameWeights
 from cnnstrategies.strategies.spatial.step_costs import describe_costs
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
@@ -81,6 +82,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         self._everyone: dist.ProcessGroup | None = None
         self._contexts = ExitStack()
         self._accumulates = self._buffers_differ = self._failed = False
+        self._same_weights: SameWeights | None = None
         self._sent_before: int | None = None  # Bytes that were sent before the first step; -1 after the second began.
         self._examined: tuple[object, bool] | None = None  # The last loader, and whether its data are divided.
 
@@ -135,6 +137,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         super().setup(trainer)
         self._accumulates = self._buffers_differ = False
         self._sent_before = None
+        self._same_weights = SameWeights(self._module, self._ranks)
         if self.replicas == 1:
             allow_skipped_steps(trainer)  # All ranks have the same batch, so they skip the same steps.
         self._ranks.same_random_numbers()
@@ -248,8 +251,10 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Print what the first step has sent, at the start of the second step."""
+        """Print what the first step has sent, at the start of the second step, and compare the ranks' weights."""
         super().on_train_batch_start(batch, batch_idx)
+        assert self._same_weights is not None, "the set-up has created it"
+        self._same_weights.before_step()
         parts = self._ranks.parts
         if self._sent_before is None:
             self._sent_before = parts.sent_bytes
@@ -257,6 +262,12 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         elif self._sent_before >= 0:
             rank_zero_info(describe_costs(parts, self._sent_before))
             self._sent_before = -1
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self._same_weights is not None, "the set-up has created it"
+        self._same_weights.compare()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
