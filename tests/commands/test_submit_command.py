@@ -27,9 +27,10 @@ QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 TWO_NODES = ["--trainer.num_nodes=2", "--trainer.devices=1"]
 
 
-def test_dry_run_prints_the_script_and_writes_nothing(capsys):
+@pytest.mark.parametrize("strategy", [[], ["--trainer.strategy=spatial"]], ids=["auto", "spatial"])
+def test_dry_run_prints_the_script_and_writes_nothing(strategy, capsys):
     os.environ["PATH"] = "/nowhere"
-    cli.main(["submit", "fit", QUICKSTART, *TWO_NODES, "--cluster.partition=short", "--dry-run"])
+    cli.main(["submit", "fit", QUICKSTART, *TWO_NODES, *strategy, "--cluster.partition=short", "--dry-run"])
     output = capsys.readouterr().out
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in output
     assert "#SBATCH --partition=short\n" in output
@@ -70,6 +71,10 @@ REFUSED = {
         "leave out endpoints",
     ),
     "nodes disagree with the layout": ([HYBRID, *TWO_NODES], r"replicas=\[3, 1\] need 4 devices, but there are 2"),
+    "nodes disagree with the parts": (
+        [QUICKSTART, *TWO_NODES, "--trainer.strategy=spatial", "--trainer.strategy.parts=3"],
+        "parts=3: 2 devices cannot",
+    ),
     "global batch of a pipeline": (
         [HYBRID, "--trainer.num_nodes=4", "--trainer.devices=1", "--data.init_args.global_batch_size=2"],
         "each of 3 processes that load data: set it to at least 3",
