@@ -187,9 +187,25 @@ def local_shape(shape: Sequence[int], layout: RowLayout, rows: int) -> list[int]
 
 
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
-    """Return the memory format of a part: `channels_last` if the tensor has it, otherwise contiguous."""
-    for dimensions, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        is_dense = tensor.dim() == dimensions and tensor.is_contiguous(memory_format=memory_format)
-        if is_dense and not tensor.is_contiguous():
+    """Return the memory format in which torch's operations return results for a tensor, which depends on its strides.
+
+    A slice of a tensor in `channels_last` has its strides, although `is_contiguous` is false for it.
+    """
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    for order, memory_format in (((1, 3, 2, 0), torch.channels_last), ((1, 4, 3, 2, 0), torch.channels_last_3d)):
+        if tensor.dim() == len(order) and (
+            tensor.is_contiguous(memory_format=memory_format) or _has_order(tensor.shape, tensor.stride(), order)
+        ):
             return memory_format
     return torch.contiguous_format
+
+
+def _has_order(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether torch takes strides for those of an order of dimensions (`is_channels_last_strides_2d` in C++)."""
+    least = 0
+    for dimension in order:
+        if shape[dimension] == 0 or strides[dimension] < least or (dimension == 0 and least == strides[1]):
+            return False
+        least = strides[dimension] * shape[dimension]
+    return strides[1] > 0

@@ -115,6 +115,12 @@ def map_loss(function: Callable[..., Any]) -> Callable[[Draw], Any]:
     return make
 
 
+def pooled_slice(x: Tensor) -> list[Tensor]:
+    """Return images that are pooled in windows, of which some ranks have all rows."""
+    part = torch.cat([x, -x], 1).contiguous(memory_format=torch.channels_last)[:, 2:6]
+    return [F.max_pool2d(part, 2), F.avg_pool2d(part, 2)]
+
+
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 CASES: dict[str, Callable[[Draw], Any]] = {
@@ -213,6 +219,7 @@ CASES: dict[str, Callable[[Draw], Any]] = {
     "dropout of enlarged images": unary(
         lambda x: F.dropout(F.interpolate(x.contiguous(memory_format=torch.channels_last), scale_factor=2), 0.4), 2
     ),
+    "pooling of a slice in channels_last": unary(pooled_slice, 6),
     "random numbers": unary(lambda x: [x + torch.rand_like(x), torch.randn_like(x), x.clone().uniform_()]),
     "new tensors": unary(lambda x: x * torch.ones_like(x) + x.new_full(x.shape, 2.0) + x.new_zeros(1)),
 }
