@@ -26,7 +26,7 @@ from cnnstrategies.placed.messages import DivergedError
 from cnnstrategies.spatial import RowsTensor, SpatialParts
 from cnnstrategies.strategies import SpatialStrategy
 from cnnstrategies.strategies.spatial.checks import check_division
-from cnnstrategies.strategies.spatial.groups import ImageGroups
+from cnnstrategies.strategies.spatial.groups import ImageGroups, print_time_out
 from cnnstrategies.strategies.spatial.loading import GroupLoader
 from cnnstrategies.strategies.spatial.parted_batches import part_batch
 from cnnstrategies.strategies.spatial.step_costs import describe_costs
@@ -221,14 +221,18 @@ def test_the_line_about_the_first_step_names_operations_that_needed_all_rows() -
 
 
 @pytest.mark.light
-def test_a_value_that_only_one_rank_reads_is_named() -> None:
+def test_a_value_that_only_one_rank_reads_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     def main(parts: SpatialParts) -> None:
+        parts.note_loss = lambda text: print_time_out(f"{text}; Timed out")
         images = parts.scatter(torch.ones(1, 1, 4, 5), -2)
         if parts.rank == 0:
             images.max()
 
     with pytest.raises(DivergedError, match=r"^rank 0 waits in max at .*test_spatial.py:\d+ .* must run this line"):
         on_parts(2, main)
+    assert re.match(r"rank 0 waits in max at .*; Timed out\n$", capsys.readouterr().err)
+    print_time_out("rank 0 waits in max at train.py:3 for other ranks: Connection closed by peer")
+    assert capsys.readouterr().err == "", "the rank that has ended shows the cause"
 
 
 class Record(NamedTuple):
