@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,6 +30,7 @@ from cnnstrategies.strategies.spatial.checks import check_division
 from cnnstrategies.strategies.spatial.groups import ImageGroups, print_time_out
 from cnnstrategies.strategies.spatial.loading import GroupLoader
 from cnnstrategies.strategies.spatial.parted_batches import part_batch
+from cnnstrategies.strategies.spatial.same_weights import SameWeights
 from cnnstrategies.strategies.spatial.step_costs import describe_costs
 
 TIMEOUT = 60.0
@@ -233,6 +235,23 @@ def test_a_value_that_only_one_rank_reads_is_named(capsys: pytest.CaptureFixture
     assert re.match(r"rank 0 waits in max at .*; Timed out\n$", capsys.readouterr().err)
     print_time_out("rank 0 waits in max at train.py:3 for other ranks: Connection closed by peer")
     assert capsys.readouterr().err == "", "the rank that has ended shows the cause"
+
+
+@pytest.mark.light
+def test_weights_are_compared_every_100_steps_and_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(parts: SpatialParts) -> None:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for parameter in module.parameters():
+            nn.init.ones_(parameter)
+        groups: Any = SimpleNamespace(parts=parts, part=parts.rank, device="cpu")
+        comparison = SameWeights(module, groups)
+        for step in range(250):
+            if step == 50 and parts.rank == 1:
+                nn.init.constant_(module[1].weight, 1.001)
+            comparison.before_step()
+
+    on_parts(2, main)
+    assert re.fullmatch(r"spatial: after 101 batches, .* different weights 1.weight .*\n", capsys.readouterr().err)
 
 
 class Record(NamedTuple):
