@@ -157,7 +157,13 @@ class SpatialParts:
         """
         if not isinstance(tensor, RowsTensor) or tensor.row_layout is None or not self._has_few_rows(tensor.row_layout):
             return tensor
-        return self._gathered(tensor.rows, tensor.row_layout).contiguous(memory_format=memory_format_of(tensor))
+        whole, memory_format = self._gathered(tensor.rows, tensor.row_layout), memory_format_of(tensor)
+        if whole.dim() in (4, 5) and whole.device.type != "meta":
+            # A rank without rows does not know the format.
+            is_known = torch.tensor(memory_format is not torch.contiguous_format, dtype=torch.int64)
+            if self.reduce(is_known.to(whole.device), "max").item():
+                memory_format = torch.channels_last if whole.dim() == 4 else torch.channels_last_3d
+        return whole.contiguous(memory_format=memory_format)
 
     def _has_few_rows(self, layout: RowLayout) -> bool:
         return self.count > 1 and layout.size < 2 * self.count

@@ -219,6 +219,9 @@ CASES: dict[str, Callable[[Draw], Any]] = {
     "dropout of enlarged images": unary(
         lambda x: F.dropout(F.interpolate(x.contiguous(memory_format=torch.channels_last), scale_factor=2), 0.4), 2
     ),
+    "dropout of few rows in channels_last": unary(
+        lambda x: F.dropout(F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 3, 3), 0.4), 6
+    ),
     "pooling of a slice in channels_last": unary(pooled_slice, 6),
     "random numbers": unary(lambda x: [x + torch.rand_like(x), torch.randn_like(x), x.clone().uniform_()]),
     "new tensors": unary(lambda x: x * torch.ones_like(x) + x.new_full(x.shape, 2.0) + x.new_zeros(1)),
