@@ -259,7 +259,9 @@ def _new_record(cls: type) -> _Record | None:
         return _Record(lambda value: list(node.flatten_fn(value)), lambda parts: node.unflatten_fn(*parts))
     if is_dataclass(cls) and not issubclass(cls, CONTAINERS):
         names = [field.name for field in fields(cls)]
-        return _Record(lambda value: [getattr(value, name) for name in names], partial(with_fields, cls, names))
+        return _Record(
+            lambda value: [getattr(value, name) for name in names], lambda parts: with_fields(cls, names, parts)
+        )
     return None
 
 
