@@ -88,8 +88,8 @@ def killed_sibling(launch: str) -> tuple[int, str] | None:
     """Return the rank, and the text of :func:`last_record`, of a killed rank of this machine.
 
     A rank that ends by itself removes its record, so a record without a process is that of a killed rank. Of several
-    processes that call this function, one gets the result, because it removes the record. The result is None if there
-    is no such rank.
+    processes that call this function, one gets the result, because it removes the record. The result is None if
+    no rank was killed.
 
     Args:
         launch: See :class:`MemoryRecord`.

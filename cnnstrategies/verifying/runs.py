@@ -66,8 +66,8 @@ def verify(
     Both runs start from the module's current weights, and use the module's own hooks, optimizers and schedules. They
     train in float64, or in float32 if the module cannot be trained in float64. Dropout is turned off, and batch
     normalisation uses its running statistics, except under a strategy whose layers draw and measure what they do on one
-    device. The run on one device trains on global batches, which are joined from the
-    batches that the ranks have loaded.
+    device. The run on one device trains on global batches, which are joined from the batches that the ranks have
+    loaded.
 
     Both runs are forked from this process. Call this function before this process trains a network or uses a GPU.
 

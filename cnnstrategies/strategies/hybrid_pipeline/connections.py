@@ -1,7 +1,7 @@
 """The connections of a rank to the other ranks during a run, and what the ranks exchange outside of the steps."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport, broadcast_value, new_group
 from cnnstrategies.placed import DeviceLink, GlooLink, Places
+from cnnstrategies.strategies.default_group import default_group
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 
 
@@ -67,11 +68,11 @@ class RunConnections:
 
         Losses that gather over all processes, such as contrastive losses, thus see the whole batch once.
         """
-        return _default_group(self._alone)
+        return default_group(self._alone)
 
     def all_processes(self) -> AbstractContextManager[None]:
         """Return a context in which the default process group has all processes, also in a step."""
-        return _default_group(self._everyone)
+        return default_group(self._everyone)
 
     def same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -114,14 +115,3 @@ def everywhere(places: Places, value: Any, why: str) -> Any:
     """
     copies = places.all_everywhere([leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)], why)
     return tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), value)
-
-
-@contextmanager
-def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Return a context in which a group is the default process group."""
-    current = dist.group.WORLD
-    dist.group.WORLD = group
-    try:
-        yield
-    finally:
-        dist.group.WORLD = current

@@ -1,8 +1,6 @@
 """Numbering of the ranks, and their process groups."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -108,14 +106,3 @@ def print_time_out(text: str) -> None:
     """
     if "timed out" in text.lower():
         print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Return a context in which a group is the default process group."""
-    current = dist.group.WORLD
-    dist.group.WORLD = group
-    try:
-        yield
-    finally:
-        dist.group.WORLD = current

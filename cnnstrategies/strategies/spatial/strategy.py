@@ -21,6 +21,7 @@ from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.processes import end_group_at_exit, leave_group_at_exit
+from cnnstrategies.strategies.default_group import default_group
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
@@ -28,7 +29,7 @@ from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
 from cnnstrategies.strategies.protocol import StrategyFacts
 from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_module, check_parts
-from cnnstrategies.strategies.spatial.groups import ImageGroups, default_group
+from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.loading import GroupLoader
 from cnnstrategies.strategies.spatial.parted_batches import check_axis, describe_axis
 from cnnstrategies.strategies.spatial.predictions import predictions_of_group
