@@ -165,7 +165,6 @@ def a_server_ignores_the_termination_signal(original):
 @replaces(
     passed_on_termination,
     killed_by=test_control_sockets.test_a_termination_signal_to_a_server_stops_the_run,
-    takes_long=True,  # On a fast machine the signal may arrive after the start, so it can survive a try.
     early=True,
 )
 @contextlib.contextmanager

@@ -63,10 +63,10 @@ def processes(directory: Path, early: int = 0) -> Iterator[tuple[Membership, Han
         early: Signal that is sent to the server as soon as its process exists; 0 for none.
     """
     endpoint = f"ipc://{directory}/coordinator"
-    coordinator = start(CoordinatorProcess(CoordinatorSettings(endpoint, 1, 1, TIMEOUT)), "fork")
     place = Address(endpoint, "server", 0, 0, 0.5, TIMEOUT)
     server = start(ServerProcess(place, f"ipc://{directory}/server", starter=os.getpid()), "fork")
-    server.send_signal(early)
+    server.send_signal(early)  # Without a coordinator, the server cannot have ended its start before the signal.
+    coordinator = start(CoordinatorProcess(CoordinatorSettings(endpoint, 1, 1, TIMEOUT)), "fork")
     member = worker(endpoint, 0)
     try:
         until(lambda: member.members[1] == 1)  # The server is a member.
