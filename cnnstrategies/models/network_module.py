@@ -16,6 +16,7 @@ from cnnstrategies.models.logits import main_logits
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.compiling import compile_parts
 from cnnstrategies.runtime.seeds import mixed_seed
+from cnnstrategies.strategies.protocol import facts_of
 
 Batch = tuple[Tensor, Tensor]
 ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map", "val_mae")
@@ -122,12 +123,14 @@ class NetworkModule(LightningModule):
         """Seed torch's random number generators for a training step from the run's seed, the step and the rank.
 
         Dropout and mixup use these generators. A resumed run therefore draws the same random numbers as an
-        uninterrupted run, although checkpoints do not contain the states of the generators.
+        uninterrupted run, although checkpoints do not contain the states of the generators. Ranks that run a step
+        together with the same batch get the same seed.
         """
         seed = os.environ.get("PL_GLOBAL_SEED")
         if self.trainer.training and seed is not None:
             step = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
-            _seed_draws(mixed_seed(int(seed), step, self.global_rank), self.trainer.strategy.root_device)
+            replica = self.global_rank // facts_of(self.trainer.strategy).ranks_per_batch
+            _seed_draws(mixed_seed(int(seed), step, replica), self.trainer.strategy.root_device)
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

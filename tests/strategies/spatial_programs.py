@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -81,12 +82,14 @@ class Program:
         maps: Whether each pixel has a class.
         trainer: Options of the trainer.
         then: Methods of the trainer that follow ``fit``.
+        seed: Seed of the run as Lightning's `seed_everything` stores it; None for none.
     """
 
     module: Callable[[], LightningModule]
     maps: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     then: tuple[str, ...] = ()
+    seed: str | None = None
 
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -97,7 +100,10 @@ PROGRAMS = {
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}, ("predict",),
     ),
     "classifier": Program(
-        lambda: ImageClassifier(ResNet(classes=CLASSES), CLASSES, SGD, mixup_alpha=0.4), then=("validate",)
+        lambda: ImageClassifier(
+            nn.Sequential(nn.Dropout(0.1), ResNet(classes=CLASSES), nn.Dropout(0.1)), CLASSES, SGD, mixup_alpha=0.4
+        ),
+        then=("validate",), seed="3",
     ),
     "segmenter": Program(
         lambda: ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD, channels_last=True), True,
@@ -112,7 +118,8 @@ def train(program: Program, strategy: Any, devices: int) -> dict[str, Tensor]:
     module = program.module()
     trainer = quiet_trainer(strategy, devices, max_epochs=1, log_every_n_steps=1, **program.trainer)
     data = images_with(program.maps)
-    trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+    with patch.dict(os.environ, {} if program.seed is None else {"PL_GLOBAL_SEED": program.seed}):
+        trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
     result = {f"state {name}": value.detach().clone() for name, value in module.state_dict().items()}
     for index, state in trainer.optimizers[0].state_dict()["state"].items():
         result[f"momentum {index}"] = state["momentum_buffer"].clone()

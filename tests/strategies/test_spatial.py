@@ -81,11 +81,12 @@ def test_two_parts_train_as_one_process() -> None:
 
 
 def test_groups_train_as_ddp() -> None:
-    name = "own classifier"
-    reports = run_ranks(4, train_all, two_parts, 4, [name])
-    expected = run_ranks(2, train_all, ddp, 2, [name])
+    names = "own classifier", "classifier"
+    reports = run_ranks(4, train_all, two_parts, 4, names)
+    expected = run_ranks(2, train_all, ddp, 2, names)
     for rank, report in enumerate(reports):
-        check(report[name], expected[rank // 2][name], rank, name)
+        for name in names:
+            check(report[name], expected[rank // 2][name], rank, name)
 
 
 def for_case(case: Case, _: Any) -> SpatialStrategy:
