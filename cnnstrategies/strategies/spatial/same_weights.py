@@ -59,6 +59,6 @@ def _line(name: str, steps: int, low: float, high: float) -> str:
     count = "1 batch" if steps == 1 else f"{steps} batches"
     return (
         f"spatial: after {count}, the ranks that have parts of the same images have different weights {name} "
-        f"(norms from {low:.9g} to {high:.9g}): register hooks, and change weights and gradients, on all ranks and not "
-        "only on one"
+        f"(norms from {low:.9g} to {high:.9g}): register hooks, change weights and gradients, and seed random numbers "
+        "on all of these ranks alike"
     )
