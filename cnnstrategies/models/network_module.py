@@ -120,7 +120,7 @@ class NetworkModule(LightningModule):
             compile_parts(self.trainer, [self.network], self.compile_backend)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Seed torch's random number generators for a training step from the run's seed, the step and the rank.
+        """Seed torch's random number generators for a training step from the run's seed, the step and the batch.
 
         Dropout and mixup use these generators. A resumed run therefore draws the same random numbers as an
         uninterrupted run, although checkpoints do not contain the states of the generators. Ranks that run a step
@@ -129,7 +129,8 @@ class NetworkModule(LightningModule):
         seed = os.environ.get("PL_GLOBAL_SEED")
         if self.trainer.training and seed is not None:
             step = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
-            replica = self.global_rank // facts_of(self.trainer.strategy).ranks_per_batch
+            facts = facts_of(self.trainer.strategy)
+            replica = 0 if facts.has_global_batches else self.global_rank // facts.ranks_per_batch
             _seed_draws(mixed_seed(int(seed), step, replica), self.trainer.strategy.root_device)
         return batch
 
