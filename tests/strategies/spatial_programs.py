@@ -1,6 +1,7 @@
 """Programs that train, validate, test and predict with divided images, for comparisons with one process."""
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import quiet_trainer
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from spatial_networks import ResNet, UNet
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from cnnstrategies import ImageClassifier, ImageSegmenter
+from cnnstrategies.callbacks import GracefulStop, graceful_stop
 
 CLASSES = 5
 SAMPLES, HEIGHT, WIDTH = 11, 41, 33
@@ -153,6 +155,33 @@ def train_with_hook(make: Callable[[], Any], devices: int, *hooked: int) -> str:
     with redirect_stderr(StringIO()) as errors:
         trainer.fit(module, DataLoader(images_with(True), 2))
     return errors.getvalue()
+
+
+class Signalled(Callback):
+    """Notes the number of steps, and sends a signal to one rank in the third step."""
+
+    steps = 0
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.steps = trainer.global_step
+        if trainer.global_rank == self.rank and self.steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_with_signal(make: Callable[[], Any], devices: int, rank: int) -> tuple[int, bool]:
+    """Train until a rank gets a signal, and return the number of the last step, and whether the signal stopped it."""
+    use_strategy(devices)
+    graceful_stop.CHECK_SECONDS = 0
+    module, signalled = OwnModule(nn.Conv2d(3, CLASSES, 3, padding=1)), Signalled(rank)
+    trainer = quiet_trainer(make(), devices, max_epochs=20, callbacks=[signalled, GracefulStop()])
+    try:
+        trainer.fit(module, DataLoader(images_with(True), 2))
+    except SystemExit:
+        return signalled.steps, True
+    return signalled.steps, False
 
 
 def use_strategy(devices: int) -> None:

@@ -16,7 +16,17 @@ from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from parts_in_turn import on_parts
 from ranks import run_apart, run_ranks
-from spatial_programs import CLASSES, PROGRAMS, OwnModule, images_with, train_all, train_from, train_in, train_with_hook
+from spatial_programs import (
+    CLASSES,
+    PROGRAMS,
+    OwnModule,
+    images_with,
+    train_all,
+    train_from,
+    train_in,
+    train_with_hook,
+    train_with_signal,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from whole_step_cases import CASES, Case
@@ -60,20 +70,24 @@ def check(actual: dict[str, Tensor], expected: dict[str, Tensor], rank: int, tex
         torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12 * scale, msg=f"{text}, {name}")
 
 
-def train_all_and_with_hooks() -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Run all programs in two parts, and return the lines of runs with a hook on one rank and on both."""
+def train_all_and_with_faults() -> tuple[dict[str, dict[str, Tensor]], list[str], tuple[int, bool]]:
+    """Run all programs in two parts, runs with a hook on one rank and on both, and a run in which rank 1 is stopped."""
     results = train_all(two_parts, 2, ALL)
-    return results, [train_with_hook(two_parts, 2, *hooked) for hooked in ((1,), (0, 1))]
+    lines = [train_with_hook(two_parts, 2, *hooked) for hooked in ((1,), (0, 1))]
+    return results, lines, train_with_signal(two_parts, 2, 1)
 
 
 def test_two_parts_train_as_one_process() -> None:
-    reports = run_ranks(2, train_all_and_with_hooks)
+    reports = run_ranks(2, train_all_and_with_faults)
     expected = run_apart(train_all, auto, 1, ALL)
     line = (
         r"spatial: after 1 batch, the ranks that .* have different weights network.bias \(norms from .* to .*\): "
         r"register hooks, .* on all of these ranks alike\n"
     )
-    for rank, (report, (on_one, on_both)) in enumerate(reports):
+    for rank, (report, (on_one, on_both), stopped) in enumerate(reports):
+        assert stopped == reports[0][2], "both ranks stop after the same step"
+        assert stopped[1]
+        assert stopped[0] >= 2
         assert on_both == ""
         assert re.fullmatch("" if rank else line, on_one), on_one
         for name in ALL:

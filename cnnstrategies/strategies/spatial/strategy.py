@@ -293,9 +293,16 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Combine a value over the groups of devices. In a group, all ranks have the same value."""
+        """Combine a value over the groups of devices. In a group, all ranks have the same value.
+
+        The largest or the smallest value is that of all ranks, because such values, as of a signal, may differ between
+        the ranks of a group.
+        """
         if isinstance(tensor, Tensor):
             tensor = whole_tensor(tensor, "reduce")
+            how = str(reduce_op).lower().rpartition(".")[2]
+            if how in ("max", "min") and not self._is_users(group):
+                return getattr(self.gather_from_ranks(tensor.detach()), f"a{how}")(0)
         if (group := self._group_of_replicas(group)) is None:
             return tensor
         return super().reduce(tensor, group, reduce_op)
@@ -318,9 +325,14 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         """Return the group for a collective: a user's own group, or each group of devices once; None for one group."""
         if self._groups is None:
             return None
-        if group is not None and group not in (self._everyone, self._groups.counterparts):
+        if self._is_users(group):
             return group
         return self._groups.counterparts if self.replicas > 1 else None
+
+    def _is_users(self, group: Any) -> bool:
+        """Whether a group is one that the user's code has created."""
+        ours = None if self._groups is None else self._groups.counterparts
+        return group is not None and group not in (self._everyone, ours)
 
     @override
     def gather_from_ranks(self, values: Tensor) -> Tensor:
