@@ -192,7 +192,7 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
     ]
     text = "".join(factors)
     if samples is not None:
-        total = f"{samples} images"
+        total = f"{samples} image{'' if samples == 1 else 's'}"
         text = f"{total} = {text}" if count * accumulated > 1 else total
     if count == 1 < trainer.world_size:
         text += ", loaded by one process"
@@ -232,7 +232,7 @@ def evaluation_batch(trainer: Trainer, size: int | None, loader: Any) -> Row:
     """Return the panel's row with the number of processes that evaluate, and the size of a process's batch."""
     count = loading(trainer, loader)
     processes = f"{count} {_processes(trainer, count)} x " if count > 1 else ""
-    return "batch", f"{processes}{'one batch' if size is None else f'{size} images'}"
+    return "batch", f"{processes}{'one batch' if size is None else f'{size} image' + 's' * (size > 1)}"
 
 
 def images(trainer: Trainer) -> list[Row]:

@@ -33,7 +33,12 @@ def has_mean_loss(module: nn.Module) -> bool:
 
 
 def differences_of_replicas(
-    network: nn.Module, processes: int, batch_size: int | None, statistics: str, weighted: bool = False
+    network: nn.Module,
+    processes: int,
+    batch_size: int | None,
+    statistics: str,
+    weighted: bool = False,
+    owner: str = "process",
 ) -> list[str]:
     """Return one line of text for each way in which data parallelism differs from a run on one device.
 
@@ -43,6 +48,7 @@ def differences_of_replicas(
         batch_size: Number of samples in a batch of one process; None if the number is not known.
         statistics: End of the sentence "BatchNorm's running statistics are ...", such as `RANK_ZERO`.
         weighted: Whether ``SampleWeights`` weights the means in a loss by their divisors.
+        owner: Name for what trains the whole network on a part of the batch: a process, or a group of processes.
     """
     if processes == 1:
         return []
@@ -54,11 +60,10 @@ def differences_of_replicas(
         rest.append(
             f"buffers that layers update from each process's own images ({', '.join(updated)}) are {statistics}"
         )
-    if not has_batch_norm(network):
-        return rest
-    images = "own images" if batch_size is None else f"{batch_size} images"
-    return [
-        f"BatchNorm normalises over each process's {images}",
-        f"BatchNorm's running statistics are {statistics}",
-        *rest,
-    ]
+    if has_batch_norm(network):
+        images = "own images" if batch_size is None else f"{batch_size} image{'' if batch_size == 1 else 's'}"
+        rest[:0] = [
+            f"BatchNorm normalises over each process's {images}",
+            f"BatchNorm's running statistics are {statistics}",
+        ]
+    return [line.replace("each process's", f"each {owner}'s") for line in rest]

@@ -39,6 +39,11 @@ def test_replicas_report_separate_batch_norm_unless_it_is_synchronised():
     ]
     unknown = differences_of_replicas(NORMALISED, 2, None, RANK_ZERO)
     assert unknown[0] == "BatchNorm normalises over each process's own images"
+    assert differences_of_replicas(NORMALISED, 2, 1, RANK_ZERO, owner="group") == [
+        "BatchNorm normalises over each group's 1 image",
+        "BatchNorm's running statistics are those of rank 0",
+        "random draws (as in dropout) are each group's own",
+    ]
 
 
 class Codebook(nn.Module):

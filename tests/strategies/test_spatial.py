@@ -39,9 +39,10 @@ from cnnstrategies.strategies import SpatialStrategy
 from cnnstrategies.strategies.spatial.checks import check_division
 from cnnstrategies.strategies.spatial.groups import ImageGroups, print_time_out
 from cnnstrategies.strategies.spatial.loading import GroupLoader
+from cnnstrategies.strategies.spatial.panel import describe_groups, describe_parts
 from cnnstrategies.strategies.spatial.parted_batches import part_batch
 from cnnstrategies.strategies.spatial.same_weights import SameWeights
-from cnnstrategies.strategies.spatial.step_costs import describe_costs
+from cnnstrategies.strategies.spatial.step_costs import describe_costs, describe_rows
 
 TIMEOUT = 60.0
 ALL = tuple(PROGRAMS)
@@ -221,18 +222,38 @@ def test_images_and_targets_of_pixels_are_divided(axis: int | None, chosen: int,
 
 
 @pytest.mark.light
+def test_the_panel_names_rows_and_who_loads() -> None:
+    cases: list[tuple[int, int | None, tuple[int, ...] | None]] = [
+        (2, None, (3, 1024, 1024)), (3, -1, (3, 8, 41)), (2, None, (1, 64, 128, 64)), (4, None, (1, 7, 5)),
+        (2, -3, None), (2, None, None),
+    ]  # fmt: skip
+    assert [describe_parts(*case) for case in cases] == [
+        "2, of the height (the longest dimension): 512 of 1,024 rows each",
+        "3, of the width: 13 or 14 of 41 rows each",
+        "2, of the height (the longest dimension): 64 of 128 rows each",
+        "4, of the height (the longest dimension): with only 7 rows, each device has whole images; use at least 8 rows",
+        "2, of the depth",
+        "2, of the longest dimension of each batch",
+    ]
+    with pytest.raises(ConfigurationError, match=r"axis=-3: images of shape \(1, 3, 4, 5\) do not have a depth"):
+        describe_parts(2, -3, (3, 4, 5))
+    assert describe_groups(2, 1) == "1, with 2 devices; rank 0 loads the batches, and sends each device its rows"
+    assert describe_groups(2, 3) == "3, with 2 devices each; the first device of each group loads the group's batches"
+
+
+@pytest.mark.light
 def test_the_line_about_the_first_step_names_operations_that_needed_all_rows() -> None:
     def main(parts: SpatialParts) -> str:
         images = parts.scatter(torch.ones(1, 1, 4, 250_000), -2)
         before = parts.sent_bytes
         parts.gathers.clear()
         images.sort(-2)
-        return describe_costs(parts, before)
+        return describe_costs(parts, before, describe_rows({"images": [torch.ones(1), images]}))
 
     for text in on_parts(2, main):
         assert re.fullmatch(
-            r"spatial: in the first step, this rank has sent 2.0 MB of rows to other ranks, and has received all rows "
-            r"for sort at .*test_spatial.py:\d+ \(2.0 MB\)",
+            r"spatial: in the first step, this rank has had 2 of 4 rows \(height\), has sent 2.0 MB of rows to other "
+            r"ranks, and has received all rows for sort at .*test_spatial.py:\d+ \(2.0 MB\)",
             text,
         ), text
 

@@ -6,6 +6,7 @@ Every rank runs the user's own module, callbacks and optimizers. The files:
 - `groups`: numbering of the ranks, and their process groups.
 - `loading`: one rank of each group loads batches; `parted_batches`: which tensors of a batch are divided.
 - `replicas`: gradients, buffers and metrics over the groups.
+- `panel`: rows of the start panel.
 - `predictions`: predictions, once for each group.
 - `checks`: refusals; `step_costs`: what the first step has sent; `same_weights`: comparison of the ranks' parameters.
 """

@@ -13,7 +13,7 @@ from cnnstrategies.spatial import SpatialParts
 from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, take_apart
 
 IMAGE = 4, 5  # Numbers of dimensions of a batch of images (N, C, H, W), and of volumes (N, C, D, H, W).
-_NAMES = {-1: "width", -2: "height", -3: "depth"}
+AXIS_NAMES = {-1: "width", -2: "height", -3: "depth"}
 # Dtypes of tensors that may be divided.
 _DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -51,16 +51,11 @@ def check_axis(axis: int | None) -> None:
     Raises:
         ConfigurationError: The axis is not a negative number of a dimension of images or volumes.
     """
-    if axis is not None and axis not in _NAMES:
+    if axis is not None and axis not in AXIS_NAMES:
         raise ConfigurationError(
             f"axis={axis}: count dimensions of images from the last one: -1 is the width, -2 the height and -3 the "
             "depth of volumes; leave axis out to divide the longest dimension"
         )
-
-
-def describe_axis(axis: int | None) -> str:
-    """Return the name of a dimension of images."""
-    return "the longest dimension of each batch" if axis is None else _NAMES[axis]
 
 
 def part_batch(batch: Any, axis: int | None) -> tuple[PartedBatch, list[Tensor]]:
@@ -130,8 +125,8 @@ def divided_axis(shape: Sequence[int], axis: int | None) -> int:
         return sizes.index(max(sizes)) - len(sizes)
     if -axis > len(sizes):
         raise ConfigurationError(
-            f"axis={axis}: images of shape {tuple(shape)} do not have a {_NAMES[axis]}: use -1 (width) or -2 (height), "
-            "or leave axis out to divide the longest dimension"
+            f"axis={axis}: images of shape {tuple(shape)} do not have a {AXIS_NAMES[axis]}: use -1 (width) or -2 "
+            "(height), or leave axis out to divide the longest dimension"
         )
     return axis
 

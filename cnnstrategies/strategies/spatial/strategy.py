@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps, keep_batches, leave_samplers
 from cnnstrategies.data.division import is_divided
+from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
@@ -31,11 +32,12 @@ from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_module, check_parts
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.loading import GroupLoader
-from cnnstrategies.strategies.spatial.parted_batches import check_axis, describe_axis
+from cnnstrategies.strategies.spatial.panel import describe_groups, describe_parts
+from cnnstrategies.strategies.spatial.parted_batches import check_axis
 from cnnstrategies.strategies.spatial.predictions import predictions_of_group
 from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first, metrics_of_replicas, whole_tensor
 from cnnstrategies.strategies.spatial.same_weights import SameWeights
-from cnnstrategies.strategies.spatial.step_costs import describe_costs
+from cnnstrategies.strategies.spatial.step_costs import describe_costs, describe_rows
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
@@ -85,6 +87,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         self._accumulates = self._buffers_differ = self._failed = False
         self._same_weights: SameWeights | None = None
         self._sent_before: int | None = None  # Bytes that were sent before the first step; -1 after the second began.
+        self._rows = ""  # Text about this rank's rows of the first batch.
         self._examined: tuple[object, bool] | None = None  # The last loader, and whether its data are divided.
 
     # Before the processes start
@@ -258,10 +261,10 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         self._same_weights.before_step()
         parts = self._ranks.parts
         if self._sent_before is None:
-            self._sent_before = parts.sent_bytes
+            self._sent_before, self._rows = parts.sent_bytes, describe_rows(batch)
             parts.gathers.clear()
         elif self._sent_before >= 0:
-            rank_zero_info(describe_costs(parts, self._sent_before))
+            rank_zero_info(describe_costs(parts, self._sent_before, self._rows))
             self._sent_before = -1
 
     @override
@@ -365,12 +368,16 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
 
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        groups = "1 group" if self.replicas == 1 else f"{self.replicas} groups"
-        return [("image parts", f"{self.parts}, of {describe_axis(self.axis)}; {groups} of devices")]
+        data = getattr(self._module.trainer, "datamodule", None)
+        shape = data.image_shape if isinstance(data, ImageDataModule) else None
+        return [
+            ("image parts", describe_parts(self.parts, self.axis, shape)),
+            ("device groups", describe_groups(self.parts, self.replicas)),
+        ]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return differences_of_replicas(self._module, self.replicas, batch_size, RANK_ZERO, weighted=True)
+        return differences_of_replicas(self._module, self.replicas, batch_size, RANK_ZERO, True, "group")
 
     # The end
 
