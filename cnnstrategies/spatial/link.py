@@ -48,7 +48,9 @@ class GroupLink:
     """Connection over a process group of torch, such as gloo or NCCL.
 
     Nothing is posted long before it is needed, because NCCL would let a GPU wait for it: at most, an operation computes
-    its inner rows until the rows at its edges have arrived.
+    its inner rows until the rows at its edges have arrived. All messages of an exchange are posted as one, and have
+    arrived before the next message is posted. So GPUs cannot wait for each other without end, even if each of them does
+    one thing at a time. With NCCL, all ranks must have taken part in a message before the first exchange.
 
     Args:
         group: The process group of the ranks.

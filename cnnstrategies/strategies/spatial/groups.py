@@ -50,6 +50,8 @@ class ImageGroups:
         if device.type != "cpu":  # Batches are on the CPU before they are moved to the device.
             self.cpu_group = self._create(images, timeout, "gloo")
             self.cpu_counterparts = self._create(same_parts, timeout, "gloo")
+            # All ranks must take part in the first message of an NCCL group, and not all have rows to send.
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
         self.parts = SpatialParts(GroupLink(self.group, self.cpu_group))
         self.parts.describe = lambda part: f"rank {self.first + part}"
         self.parts.note_loss = print_time_out
