@@ -110,7 +110,9 @@ class SpatialParts:
             self, self.take(whole, layout).contiguous(memory_format=memory_format_of(whole)), layout
         )
 
-    def hand_out(self, whole: Tensor | None, axis: int, source: int, device: torch.device) -> Tensor:
+    def hand_out(
+        self, whole: Tensor | None, axis: int, source: int, device: torch.device, pins: bool = False
+    ) -> Tensor:
         """Return a divided tensor that only one rank has. The rank sends each rank its rows; all rows if they are few.
 
         Args:
@@ -118,6 +120,7 @@ class SpatialParts:
             axis: The dimension that is divided.
             source: The rank that has the tensor.
             device: Device of the rows.
+            pins: Whether the result is in pinned memory of the CPU.
         """
         self.operation = "the next batch"
         form = torch.zeros(_MOST_DIMENSIONS + 3, dtype=torch.int64)
@@ -134,7 +137,7 @@ class SpatialParts:
             memory_format = torch.channels_last if dimensions == 4 else torch.channels_last_3d
         rows = torch.empty(
             local_shape(shape, layout, self.own(layout.size)),
-            dtype=_DTYPES[kind], device=device, memory_format=memory_format,
+            dtype=_DTYPES[kind], device=device, memory_format=memory_format, pin_memory=pins,
         )  # fmt: skip
         # The rows are sent as they are in memory, where the dimensions may be in another order.
         sends = {}
@@ -147,7 +150,8 @@ class SpatialParts:
                 else:
                     sends[peer] = in_memory_order(piece)
         self._post(sends, {source: in_memory_order(rows)} if self.rank != source else {})()
-        return self.with_enough_rows(RowsTensor.create(self, rows, layout))
+        result = self.with_enough_rows(RowsTensor.create(self, rows, layout))
+        return result if isinstance(result, RowsTensor) or not pins else result.pin_memory()
 
     def with_enough_rows(self, tensor: Tensor) -> Tensor:
         """Return a tensor, or all its rows on all ranks if a rank has fewer than two of them.
@@ -158,11 +162,10 @@ class SpatialParts:
         if not isinstance(tensor, RowsTensor) or tensor.row_layout is None or not self._has_few_rows(tensor.row_layout):
             return tensor
         whole, memory_format = self._gathered(tensor.rows, tensor.row_layout), memory_format_of(tensor)
-        if whole.dim() in (4, 5) and whole.device.type != "meta":
-            # A rank without rows does not know the format.
-            is_known = torch.tensor(memory_format is not torch.contiguous_format, dtype=torch.int64)
-            if self.reduce(is_known.to(whole.device), "max").item():
-                memory_format = torch.channels_last if whole.dim() == 4 else torch.channels_last_3d
+        # A rank without rows does not know the format. The message is from CPU to CPU, so no GPU is waited for.
+        is_known = torch.tensor([memory_format is not torch.contiguous_format])
+        if whole.dim() in (4, 5) and whole.device.type != "meta" and self.reduce(is_known, "max").item():
+            memory_format = torch.channels_last if whole.dim() == 4 else torch.channels_last_3d
         return whole.contiguous(memory_format=memory_format)
 
     def _has_few_rows(self, layout: RowLayout) -> bool:

@@ -26,6 +26,11 @@ HEAP_TYPE = 1 << 9  # Flag of classes that are defined in Python. Instances of o
 DEPTH = 30  # Largest number of levels of nesting. An object that contains itself would otherwise never end.
 
 
+def yields_pinned(loader: object) -> bool:
+    """Whether a loader yields batches in pinned memory, from which a GPU copies while the CPU goes on."""
+    return bool(getattr(loader, "pin_memory", False)) and torch.cuda.is_available()
+
+
 class Instance(NamedTuple):
     """An instance of a class.
 

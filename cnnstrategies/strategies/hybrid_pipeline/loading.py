@@ -144,11 +144,6 @@ class PlacedLoader:
         return bool(loader.num_workers) or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
 
     @property
-    def pins(self) -> bool:
-        """Whether batches are in pinned memory, as the user's loader yields them if there is a GPU."""
-        return bool(getattr(self.loader, "pin_memory", False)) and torch.cuda.is_available()
-
-    @property
     def has_own_order(self) -> bool:
         """Whether the order of the samples does not depend on the states of the global random generators."""
         samplers = [sampler for sampler in samplers_of(self.loader) if isinstance(sampler, DistributedSampler)]

@@ -14,7 +14,7 @@ from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
-from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together
+from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, yields_pinned
 from cnnstrategies.strategies.hybrid_pipeline.joined_parts import DividedRows, count_samples, join_parts, keep_rows
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import START, LoaderMessage, exchange, receive, send
 
@@ -238,7 +238,7 @@ class PlacedBatches(Iterator[Any]):
 
         Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
         """
-        return tensor.pin_memory() if self._loader.pins else tensor
+        return tensor.pin_memory() if yields_pinned(self._loader.loader) else tensor
 
 
 def continue_with(states: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
+from cnnstrategies.strategies.hybrid_pipeline.batch_form import yields_pinned
 from cnnstrategies.strategies.spatial.checks import refuse_divided_data
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.parted_batches import PartedBatch, join_batch, part_batch
@@ -110,7 +111,7 @@ class GroupBatches(Iterator[Any]):
             raise StopIteration
         if self._loader.is_predicting and self._groups.part:
             self._note_no_samples()
-        return join_batch(self._groups.parts, parted, divided)
+        return join_batch(self._groups.parts, parted, divided, yields_pinned(self._loader.loader))
 
     def _tell(self, load: Callable[[], PartedBatch | None]) -> PartedBatch | None:
         """Return the result of a function that only the rank that loads calls, and continue with its random numbers."""

@@ -92,17 +92,18 @@ def part_batch(batch: Any, axis: int | None) -> tuple[PartedBatch, list[Tensor]]
     return PartedBatch(form, axis, len(divided)), divided
 
 
-def join_batch(parts: SpatialParts, parted: PartedBatch, divided: Sequence[Tensor] | None) -> Any:
+def join_batch(parts: SpatialParts, parted: PartedBatch, divided: Sequence[Tensor] | None, pins: bool) -> Any:
     """Return the batch, in which this rank has its rows of the divided tensors. All ranks of a group must call this.
 
     Args:
         parts: The divided tensors of this rank's group.
         parted: The batch without the divided tensors.
         divided: The divided tensors on the rank that has loaded the batch, which is the first one; None elsewhere.
+        pins: Whether the batch is in pinned memory.
     """
     wholes: Sequence[Tensor | None] = [None] * parted.divided if divided is None else divided
-    rows = [parts.hand_out(whole, parted.axis, 0, CPU) for whole in wholes]
-    return put_together(_with_rows(parted.form, rows))
+    rows = [parts.hand_out(whole, parted.axis, 0, CPU, pins) for whole in wholes]
+    return put_together(_with_rows(parted.form, rows, pins))
 
 
 def is_image(tensor: Tensor) -> bool:
@@ -137,16 +138,16 @@ def _has_pixels(tensor: Tensor, sizes: set[tuple[int, ...]]) -> bool:
     return tensor.dtype in _DTYPES and any(len(shape) > len(size) and shape[-len(size) :] == size for size in sizes)
 
 
-def _with_rows(form: Any, rows: Sequence[Tensor]) -> Any:
+def _with_rows(form: Any, rows: Sequence[Tensor], pins: bool) -> Any:
     """Return a batch that was taken apart, with this rank's rows in place of `DividedTensor`."""
     if isinstance(form, DividedTensor):
         return rows[form.number]
     if isinstance(form, dict):
-        return {key: _with_rows(item, rows) for key, item in form.items()}
+        return {key: _with_rows(item, rows, pins) for key, item in form.items()}
     if isinstance(form, (list, tuple)):
-        items = [_with_rows(item, rows) for item in form]
+        items = [_with_rows(item, rows, pins) for item in form]
         return type(form)(*items) if hasattr(form, "_fields") else type(form)(items)
-    return form
+    return form.pin_memory() if pins and isinstance(form, Tensor) else form
 
 
 def _sendable(tensor: Tensor, path: str) -> Tensor:
