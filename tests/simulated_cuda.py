@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device_order import END, P2P, Message
 from simulated_gpu import (
     _COLLECTIVE,
     DEVICE,
@@ -16,7 +17,9 @@ from simulated_gpu import (
     GpuTensor,
     Stream,
     _plain,
-    claim_foreign_tensors,
+    _spoil,
+    _unwrap,
+    claim_tensors_without_storage,
     is_on_device,
     restore_device_tensors,
 )
@@ -105,7 +108,7 @@ def simulate(index: int = 0, devices: int = 1) -> GpuMode:
     _simulate_first_gradients()
     _simulate_groups()
     _keep_mode()
-    claim_foreign_tensors()
+    claim_tensors_without_storage()
     restore_device_tensors()
     if dist.is_available():
         _simulate_nccl()
@@ -249,8 +252,10 @@ def _simulate_nccl() -> None:
     """Make gloo groups claim to be NCCL groups, except groups that are created for gloo.
 
     A collective on a host tensor in an NCCL group, or on a device tensor in a gloo group, raises an AssertionError.
+    Messages are noted in their order. A batch of sends and receives has not arrived before it is waited for.
     """
-    new_group, all_reduce, on_host = dist.new_group, dist.all_reduce, set()
+    new_group, all_reduce, batch = dist.new_group, dist.all_reduce, dist.batch_isend_irecv
+    on_host, in_batch = set(), [False]
 
     def make(
         ranks: Iterable[int] | None = None, timeout: Any = None, backend: str | None = None, **_: Any
@@ -270,9 +275,48 @@ def _simulate_nccl() -> None:
         for leaf in leaves:
             if isinstance(leaf, Tensor) and is_on_device(leaf) != (backend == "nccl"):
                 raise AssertionError(f"{func} in a group of {backend}, of a tensor on {leaf.device}")
+        if not in_batch[0]:
+            members = tuple(dist.get_process_group_ranks(groups[0]))
+            name = groups[0].group_name
+            DEVICE.messages.append(Message(func._schema.name, name, members, is_on_device=backend == "nccl"))
         if backend == "nccl" and func is torch.ops.c10d.barrier.default:
             DEVICE.wait("a barrier")
         return _plain(func, args, kwargs)
+
+    def post(operations: list[dist.P2POp]) -> list[Any]:
+        group = operations[0].group or dist.group.WORLD
+        members, is_on_device = tuple(dist.get_process_group_ranks(group)), backend_of(group) == "nccl"
+        rank, pairs = group.rank(), set()
+        for operation in operations:
+            pair = (rank, operation.group_peer) if operation.op is dist.isend else (operation.group_peer, rank)
+            pairs.add((members[pair[0]], members[pair[1]]))
+        DEVICE.messages.append(Message(P2P, group.group_name, members, frozenset(pairs), is_on_device))
+        in_batch[0] = True
+        works = [Posted(operation) for operation in operations] if is_on_device else batch(operations)
+        in_batch[0] = False
+        return works
+
+    class Posted:
+        """A send or a receive of a device, whose tensor has its values when the device has waited for it."""
+
+        def __init__(self, operation: dist.P2POp) -> None:
+            self.tensor, self.receives = operation.tensor, operation.op is dist.irecv
+            self.value = _unwrap(operation.tensor).clone()
+            if self.receives:
+                _spoil(_unwrap(self.tensor))
+            sent = dist.P2POp(
+                operation.op, GpuTensor(self.value), group=operation.group, group_peer=operation.group_peer
+            )
+            (self.work,) = batch([sent])
+
+        def wait(self) -> None:
+            self.work.wait()
+            if self.receives:
+                _unwrap(self.tensor).copy_(self.value)
+            else:
+                assert torch.equal(_unwrap(self.tensor), self.value), "a tensor was written to that is being sent"
+            if DEVICE.messages[-1].kind != END:
+                DEVICE.messages.append(Message(END))
 
     def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> dist.Work | None:
         if op != dist.ReduceOp.AVG or tensor.is_floating_point():
@@ -287,6 +331,7 @@ def _simulate_nccl() -> None:
     _COLLECTIVE[0] = collective
     for module in (dist, dist.distributed_c10d):
         module.new_group, module.get_backend, module.all_reduce = make, backend_of, reduce
+        module.batch_isend_irecv = post
     dist.distributed_c10d._get_object_coll_device = device_of_objects
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from device_order import READ, Message
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -25,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from cnnstrategies.pipeline import untouched
 from cnnstrategies.placed import call_site, foreign
 from cnnstrategies.placed.runner import OperationRunner
+from cnnstrategies.spatial import rows_tensor
+from cnnstrategies.spatial.rows_tensor import RowsTensor
 
 aten = torch.ops.aten
 # Operations for which the host always waits, because their result or its shape depends on values.
@@ -104,6 +107,7 @@ class Device:
         pinned: By address: tensors in pinned memory. They are kept so that no other memory gets the address.
         streams: All streams; the first stream computes.
         stream: The current stream.
+        messages: Messages of this rank's host and device, and waits of the host, in the order of the program.
     """
 
     stream: Stream
@@ -114,6 +118,7 @@ class Device:
         self.random = torch.Generator().manual_seed(0).get_state()
         self.pinned: dict[int, Tensor] = {}
         self.streams: list[Stream] = []
+        self.messages: list[Message] = []
 
     def wait(self, cause: str) -> None:
         """Count that the host waits, with the line of the package or of the test that causes it."""
@@ -129,6 +134,7 @@ class Device:
         user_frame = inner or outer
         where = "" if user_frame is None else f"{user_frame.f_code.co_filename}:{user_frame.f_lineno}"
         self.waits[f"{cause} at {where}"] += 1
+        self.messages.append(Message(READ))
         self.streams[0].go_on()
 
     @contextmanager
@@ -270,8 +276,8 @@ class GpuTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operation on device tensors. Foreign tensors have rules of their own."""
-        if has_foreign(args):
+        """Compute an operation on device tensors. Foreign tensors and divided tensors have rules of their own."""
+        if has_foreign(args) or has_divided(args, kwargs):
             return NotImplemented
         return _compute(func, args, kwargs or {})
 
@@ -291,6 +297,9 @@ class GpuMode(TorchDispatchMode):
         """Compute an operation."""
         if has_foreign(args):
             return func(*args, **(kwargs or {}))
+        if has_divided(args, kwargs):
+            with GpuMode():  # The rules also create tensors on the device.
+                return RowsTensor.__torch_dispatch__(func, types, args, kwargs)
         return _compute(func, args, kwargs or {})
 
 
@@ -529,8 +538,13 @@ def has_foreign(args: Sequence[Any]) -> bool:
     return any(isinstance(leaf, foreign.ForeignTensor) for leaf in _leaves(args))
 
 
+def has_divided(args: Sequence[Any], kwargs: Any) -> bool:
+    """Return whether a divided tensor is among the arguments of an operation."""
+    return next(rows_tensor.rows_in(args, kwargs or {}), None) is not None
+
+
 def claims_device(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the device, or is a foreign tensor that claims to be there."""
+    """Return whether a tensor is on the device, or is a foreign or divided tensor that claims to be there."""
     return isinstance(tensor, GpuTensor) or vars(tensor).get("on_gpu", False) is True
 
 
@@ -554,9 +568,9 @@ def restore_device_tensors() -> None:
     untouched._restore_tensor = restorer_of
 
 
-def claim_foreign_tensors() -> None:
-    """Make foreign tensors claim to be on the device where C++ code would believe that they are on the host."""
-    create, cls, run_operation = foreign.tensor_without_storage, foreign.ForeignTensor, OperationRunner.run
+def claim_tensors_without_storage() -> None:
+    """Make foreign and divided tensors claim to be on the device where C++ code believes that they are on the host."""
+    create, run_operation = foreign.tensor_without_storage, OperationRunner.run
     is_on_host: Any = Tensor.device
 
     def without_storage(
@@ -579,7 +593,7 @@ def claim_foreign_tensors() -> None:
     # Messages must not name the lines of this file, which only ranks with values run.
     call_site._NEVER = (*call_site._NEVER, __file__)
     call_site._LIBRARIES = (*call_site._LIBRARIES, __file__)
-    foreign.tensor_without_storage = without_storage  # type: ignore[attr-defined]
+    foreign.tensor_without_storage = rows_tensor.tensor_without_storage = without_storage  # type: ignore[attr-defined]
     OperationRunner.run = run  # type: ignore[method-assign]
     attributes = {
         "device": property(device_of),
@@ -590,8 +604,9 @@ def claim_foreign_tensors() -> None:
         "cpu": lambda tensor, *_, **__: _to(tensor, "cpu"),
         "cuda": lambda tensor, *_, **__: _to(tensor, DEVICE.name),
     }
-    for name, value in attributes.items():
-        setattr(cls, name, value)
+    for cls in (foreign.ForeignTensor, RowsTensor):
+        for name, value in attributes.items():
+            setattr(cls, name, value)
 
 
 def _pin(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import quiet_trainer
+from device_order import Message, check_order
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_apart, run_ranks
@@ -23,7 +24,7 @@ from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
 from cnnstrategies.strategies.balancing import Balance
 
 STEPS = 3
@@ -61,6 +62,19 @@ class OwnModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Spiked(OwnModule):
+    """A user's module with a gradient in the second step that is infinite in half precision, in the last row only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, targets = batch
+        features = self.network[0](images)
+        loss = F.cross_entropy(self.network[2](self.network[1](features)), targets)
+        if batch_idx == 1:
+            loss = loss + 100 * features[:, :, -1].float().sum()
+        self.log("train_loss", loss)
+        return loss
 
 
 class WithHead(OwnModule):
@@ -165,6 +179,7 @@ class Case(NamedTuple):
         dropout: Probability of dropout in the network.
         is_graceful: Whether signals stop the run by the callback `GracefulStop`, and not by Lightning's own handler.
         clip: Largest norm of the gradients; None for no clipping.
+        steps: Number of steps. The waits are those of the last step but one.
     """
 
     strategy: Callable[[], Any]
@@ -176,6 +191,7 @@ class Case(NamedTuple):
     dropout: float = 0.0
     is_graceful: bool = True
     clip: float | None = None
+    steps: int = STEPS
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
@@ -196,19 +212,21 @@ class Trained(NamedTuple):
         metrics: Logged values.
         waits: The host's waits in the last step but one.
         evaluating: The host's waits in the second batch of validation.
+        messages: Messages of this rank in their order.
     """
 
     state: dict[str, Tensor]
     metrics: dict[str, Tensor]
     waits: Counter[str]
     evaluating: Counter[str]
+    messages: list[Message]
 
 
 def fit(case: Case, kind: str, world: int) -> Trained:
     net = network(case.dropout)
     model: Any = case.module(net) if case.module else ImageClassifier(net, 4, **(case.options or {}))
     generator = torch.Generator().manual_seed(1)
-    images = torch.randint(256, (8 * STEPS * world, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    images = torch.randint(256, (8 * case.steps * world, 3, 8, 8), generator=generator, dtype=torch.uint8)
     images = images.float() if case.options else images  # Mixup needs floating-point images.
     data = TensorDataset(images, torch.randint(4, (len(images),), generator=generator))
     os.environ["PL_GLOBAL_SEED"] = (
@@ -228,7 +246,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         world,
         accelerator="gpu" if kind == "cuda" else "cpu",
         max_epochs=1,
-        limit_train_batches=STEPS,
+        limit_train_batches=case.steps,
         callbacks=[waits := Waits(), *[GracefulStop()] * case.is_graceful],
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
@@ -236,13 +254,17 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     )
     loader = DataLoader(data if case.has_length else Endless(data), 8, pin_memory=kind == "cuda")
     validation = DataLoader(Subset(data, range(17 * world)), 8, pin_memory=kind == "cuda")
+    DEVICE.messages.clear()
     trainer.fit(model, loader, None if case.waits else validation)
     assert waits.late is None or waits.late.is_settled, "the end of the training reads all verdicts"
     metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
+    if scaler is not None:
+        metrics["scale"] = torch.tensor(scaler.get_scale())
     return Trained(
         {n: v.cpu() for n, v in model.state_dict().items() if v.device.type != "meta"},
         metrics,
         *torch.load(f"waits{trainer.global_rank}", weights_only=False),
+        list(DEVICE.messages),
     )
 
 
@@ -267,6 +289,10 @@ def served(mode: Any) -> ParameterServerStrategy:
     return ParameterServerStrategy(servers_per_node=1, start_method="fork", mode=mode)
 
 
+def divided(**options: Any) -> SpatialStrategy:
+    return SpatialStrategy(timeout=60.0, **options)
+
+
 ALONE = [
     Case(lambda: "auto", RECIPE, precision="bf16-mixed"),
     # The host waits for the last gradient, and checks whether a callback, here `Waits`, has changed a weight.
@@ -278,6 +304,10 @@ ALONE = [
 TOGETHER = [
     Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed", clip=0.1),
     Case(piped, module=BuiltLate, waits=1),
+    # The second step begins with a comparison of the weights, so the third step is the one that is measured.
+    Case(divided, RECIPE, precision="bf16-mixed", clip=0.1, steps=4),
+    # The loss scaler reads whether a step must be skipped.
+    Case(divided, module=Spiked, precision="16-mixed", waits=1, steps=4),
 ]
 # In half precision, torch's loss scaler reads whether a step must be skipped.
 MIXED = [
@@ -301,12 +331,15 @@ WITH_HEAD = Case(
 )
 
 
+THREE_PARTS = Case(partial(divided, parts=3), module=OwnModule, steps=4, has_length=False)
+
+
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
         (1, ALONE),
         (2, TOGETHER),
-        (3, [WITH_HEAD]),
+        (3, [WITH_HEAD, THREE_PARTS]),
         *(pytest.param(*more, marks=pytest.mark.cluster) for more in ((2, MIXED), (3, THREE))),
     ],
 )
@@ -318,6 +351,16 @@ def test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits(world: int, cases:
             assert actual.metrics == expected.metrics, (rank, case)
             assert sum(actual.waits.values()) <= case.waits, (rank, case, actual.waits)
             assert not actual.evaluating, (rank, case, actual.evaluating)
+    for number, case in enumerate(cases):
+        reports = [device[number] for _, device in ranks]
+        assert all(report.metrics == reports[0].metrics for report in reports), (case, "all ranks have the same batch")
+        if case.strategy in (divided, THREE_PARTS.strategy):
+            check_order([report.messages for report in reports])
+            for report in reports:
+                torch.testing.assert_close(report.state, reports[0].state, rtol=0, atol=0)
+        if case.module is Spiked:
+            # The step of the infinite gradient was skipped: the scale was doubled, halved, and doubled twice.
+            assert reports[0].metrics["scale"] == 4096
 
 
 def trainings_that_draw() -> list[Trained]:
