@@ -2,9 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,11 @@ class GraphCosts:
         return sum(node.parameter_bytes for node in self.nodes)
 
     @cached_property
+    def of_parts(self) -> dict[tuple[str, int, int], Any]:
+        """Results of the functions that :func:`kept_for_parts` decorates, by function and part."""
+        return {}
+
+    @cached_property
     def flowing_gradient_bytes(self) -> tuple[int, ...]:
         """For each node, bytes of the values' gradients that exist when the node's backward begins.
 
@@ -206,6 +214,24 @@ class GraphCosts:
             total += step
             crossing.append(total)
         return tuple(crossing)
+
+
+def kept_for_parts(function: Callable[[GraphCosts, int, int], T]) -> Callable[[GraphCosts, int, int], T]:
+    """Decorate a function of the nodes ``[start, end)``, so that it computes once for equal arguments.
+
+    Several searches among the layouts of a network ask for the same parts. The results are kept as long as the costs.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"  # Unlike the undecorated function, it can be pickled.
+
+    @functools.wraps(function)
+    def kept(costs: GraphCosts, start: int, end: int) -> T:
+        key = name, start, end
+        if key not in costs.of_parts:
+            costs.of_parts[key] = function(costs, start, end)
+        result: T = costs.of_parts[key]
+        return result
+
+    return kept
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ because Lightning sets gradients to None between the forward and the backward.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from cnnstrategies.planning.costs import GraphCosts, format_bytes
+from cnnstrategies.planning.costs import GraphCosts, format_bytes, kept_for_parts
 
 # Largest numbers of messages that a stage's channels hold besides the inputs of its microbatches: receives that have
 # begun before their tasks, and gradients that are being sent; see `AHEAD` and `MOST_GRADIENT_SENDS` in
@@ -141,34 +141,43 @@ class PartMemory:
     adding: Moment
 
 
+@kept_for_parts
 def part_memory(costs: GraphCosts, start: int, end: int) -> PartMemory:
-    """Return the bytes of the nodes ``[start, end)``, and of one microbatch in them."""
+    """Return the bytes of the nodes ``[start, end)``, and of one microbatch in them.
+
+    A search asks for hundreds of parts, so moments are compared by their sums, as numbers.
+    """
     nodes = costs.nodes[start:end]
-    forward, saved = Moment(), 0
+    forward = backward = adding = (0, 0, 0, 0)  # The sum, and the fields of `Moment`.
+    saved = 0
     saved_before: list[int] = []  # For each node, the bytes that the nodes before it have saved.
     for node in nodes:
         saved_before.append(saved)
         saved += node.saved_bytes
         # While a node runs it holds its result and what it saves. Most results are saved as well.
-        forward = max(forward, Moment(saved, 0, max(0, node.forward_bytes - node.saved_bytes)), key=_sum)
-    backward = adding = Moment()
+        work = max(0, node.forward_bytes - node.saved_bytes)
+        if saved + work > forward[0]:
+            forward = (saved + work, saved, 0, work)
     gradients = 0
-    for index in range(end - 1, start - 1, -1):
-        node, before = costs.nodes[index], saved_before[index - start]
-        work = costs.flowing_gradient_bytes[index] + node.backward_bytes
-        adding = max(adding, Moment(before + node.saved_bytes, 0, work), key=_sum)
-        new = min(node.trained_bytes, node.backward_bytes)  # Gradients of this node's parameters.
-        backward = max(backward, Moment(before + node.saved_bytes, gradients + new, work - new), key=_sum)
-        gradients += node.trained_bytes
-        backward = max(backward, Moment(before, gradients, 0), key=_sum)
+    flowing = costs.flowing_gradient_bytes[start:end]
+    for node, before, passing in zip(reversed(nodes), reversed(saved_before), reversed(flowing), strict=True):
+        work, kept, trained = passing + node.backward_bytes, before + node.saved_bytes, node.trained_bytes
+        if kept + work > adding[0]:
+            adding = (kept + work, kept, 0, work)
+        if kept + gradients + work > backward[0]:
+            new = min(trained, node.backward_bytes)  # Gradients of this node's parameters.
+            backward = (kept + gradients + work, kept, gradients + new, work - new)
+        gradients += trained
+        if before + gradients > backward[0]:
+            backward = (before + gradients, before, gradients, 0)
     return PartMemory(
         parameters=sum(node.parameter_bytes + node.buffer_bytes for node in nodes),
         gradients=gradients,
         largest_layer=max((node.trained_bytes for node in nodes), default=0),
         saved=saved,
-        forward=forward,
-        backward=backward,
-        adding=adding,
+        forward=Moment(*forward[1:]),
+        backward=Moment(*backward[1:]),
+        adding=Moment(*adding[1:]),
     )
 
 
@@ -184,10 +193,6 @@ def shared_slices(costs: GraphCosts, servers: int) -> int:
     sizes = [node.trained_bytes for node in costs.nodes]
     most = min(SHARED_BYTES, sum(sizes) // (SLICES_OF_A_SERVER * servers))
     return sum(size for size in sizes if size <= most)
-
-
-def _sum(moment: Moment) -> int:
-    return moment.activations + moment.gradients + moment.workspaces
 
 
 def replica_peak(

@@ -4,8 +4,8 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.costs import GraphCosts, Value
-from cnnstrategies.planning.memory import PartMemory, PeakMemory, StageLoad, StageTraffic, part_memory, stage_peak
+from cnnstrategies.planning.costs import GraphCosts, Value, kept_for_parts
+from cnnstrategies.planning.memory import PeakMemory, StageLoad, StageTraffic, part_memory, stage_peak
 
 
 class Section(NamedTuple):
@@ -40,6 +40,25 @@ class Crossing(NamedTuple):
     sent: tuple[Value, ...]
 
 
+@kept_for_parts
+def _crossing(costs: GraphCosts, start: int, end: int) -> Crossing:
+    """Return what enters and leaves the stage with nodes ``[start, end)``, for one microbatch."""
+    received = [
+        value
+        for value in costs.values
+        if value.producer < start and any(start <= consumer < end for consumer in value.consumers)
+    ]
+    return Crossing(
+        sum(value.bytes for value in received),
+        sum(value.gradient_bytes for value in received),
+        tuple(
+            value
+            for value in costs.values
+            if start <= value.producer < end and value.gradient_bytes and max(value.consumers) >= end
+        ),
+    )
+
+
 class StageMemory:
     """The peak memory of the devices of a pipeline.
 
@@ -51,10 +70,8 @@ class StageMemory:
     def __init__(self, job: Job, costs: GraphCosts) -> None:
         assert job.microbatches is not None
         self.job, self.costs, self.microbatches = job, costs, job.microbatches
-        # Cached results of `peak`, `part_memory` and `_crossing`, by their arguments.
+        # Cached results of `peak`, by its arguments.
         self._peaks: dict[tuple[Section, int, int], PeakMemory] = {}
-        self._parts: dict[tuple[int, int], PartMemory] = {}
-        self._crossings: dict[tuple[int, int], Crossing] = {}
 
     def kept(self, peak: int) -> int:
         """Return the largest number of microbatches whose activations a device holds at once.
@@ -80,10 +97,8 @@ class StageMemory:
         return self._peaks[key]
 
     def _peak(self, section: Section, count: int, held: int) -> PeakMemory:
-        part = (section.start, section.end)
-        if part not in self._parts:
-            self._parts[part] = part_memory(self.costs, *part)
-        crossing = self._crossing(*part)
+        part = part_memory(self.costs, section.start, section.end)
+        crossing = _crossing(self.costs, section.start, section.end)
         load = StageLoad(
             count=count,
             held=held,
@@ -96,26 +111,7 @@ class StageMemory:
             outputs=3 * self.microbatches * self.costs.output_bytes if section.end == len(self.costs.nodes) else 0,
         )
         traffic = StageTraffic(crossing.received, crossing.returned, section.awaited)
-        return stage_peak(self._parts[part], traffic, load, self.job.state, self.costs.framework_bytes)
-
-    def _crossing(self, start: int, end: int) -> Crossing:
-        """Return what enters and leaves the stage with nodes ``[start, end)``, for one microbatch."""
-        if (start, end) not in self._crossings:
-            received = [
-                value
-                for value in self.costs.values
-                if value.producer < start and any(start <= consumer < end for consumer in value.consumers)
-            ]
-            self._crossings[start, end] = Crossing(
-                sum(value.bytes for value in received),
-                sum(value.gradient_bytes for value in received),
-                tuple(
-                    value
-                    for value in self.costs.values
-                    if start <= value.producer < end and value.gradient_bytes and max(value.consumers) >= end
-                ),
-            )
-        return self._crossings[start, end]
+        return stage_peak(part, traffic, load, self.job.state, self.costs.framework_bytes)
 
     def awaited(self, start: int, end: int, cuts: tuple[int, ...]) -> int:
         """Return the bytes of the gradients that later stages send back to a stage, for one microbatch.
@@ -125,5 +121,5 @@ class StageMemory:
         return sum(
             value.gradient_bytes
             * len({bisect_right(cuts, consumer) for consumer in value.consumers if consumer >= end})
-            for value in self._crossing(start, end).sent
+            for value in _crossing(self.costs, start, end).sent
         )
