@@ -22,7 +22,7 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # The second measured batch is smaller than the first by this factor, so that most microbatches have a size between the
 # two measured sizes.
 SMALLER = 4
-BUDGET = 6.0  # Seconds that the measurement of the large batch may take. If it would take longer, the batch is smaller.
+BUDGET = 4.0  # Seconds that the measurement of the large batch may take. If it would take longer, the batch is smaller.
 SMALL_PARAMETERS = 10  # Number of layers with which the memory of an update is measured.
 USUAL_STATES = 2  # Size of Adam's state as a multiple of the parameters' size.
 

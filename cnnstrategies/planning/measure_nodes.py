@@ -39,7 +39,7 @@ Times = tuple[float, float]  # Seconds of a forward and of a backward.
 
 
 def profile(
-    traced: fx.GraphModule, microbatch: Images, repeats: int = 5, apart_on: torch.device | None = None
+    traced: fx.GraphModule, microbatch: Images, repeats: int = 2, apart_on: torch.device | None = None
 ) -> GraphCosts:
     """Measure the forward time, backward time, activation bytes and parameter bytes of every node.
 
