@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from typing_extensions import override
 
@@ -28,6 +29,7 @@ from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches, samples
+from cnnstrategies.verifying.tracer import Trace, Tracer
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
 DROPS = ("p", "drop_prob", "dropout")  # Attributes of dropout layers that may hold the dropout probability.
@@ -46,13 +48,16 @@ class RunRole:
         of: Folder of the run under the strategy. The run on one device reads its batches from this folder. None if this
             is the run under the strategy.
         single: Whether the run trains in float32 (single precision) instead of float64.
-        every_step: Whether the run also saves a checkpoint after each step.
+        every_step: Whether the run also saves a checkpoint after each step, and a trace.
+        noise: Seed of errors of rounding that are added to the outputs of layers; 0 if no errors are added. Such a run
+            saves a trace, and no checkpoints after each step.
     """
 
     folder: Path
     of: Path | None = None
     single: bool = False
     every_step: bool = False
+    noise: int = 0
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -89,6 +94,11 @@ class RunRole:
         if None in counts and ends:
             counts = [samples(file.parent, ends[0])[0] for file in self.folder.glob("*/0.pt")]
         return None if None in counts else sum(counts)
+
+    def traces(self) -> list[Trace]:
+        """Return the traces of the run's ranks, in their order."""
+        files = sorted(self.folder.glob("trace-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
+        return [torch.load(file, weights_only=False) for file in files]
 
     def batches(self) -> GlobalBatches:
         """Return the loader of global batches for the run on one device."""
@@ -163,6 +173,7 @@ class Recorder(Checkpoint):
         self._make = make
         self._notes: dict[str, Any] = {"ends": [], "draws": False}
         self._step = 0
+        self._tracer: Tracer | None = None
 
     def settle(self, trainer: Trainer, module: LightningModule) -> None:
         """Change the layers that give other results under the strategy than on one device, in both runs."""
@@ -176,6 +187,8 @@ class Recorder(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
         self._notes["unlike one device"] = differences(trainer, size)
+        if self._role.every_step or self._role.noise:
+            self._tracer = Tracer(pl_module, self._role.noise)
         self._begun = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
         self._notes["parameters"] = list(self._begun)
         batches = trainer.num_training_batches
@@ -196,18 +209,29 @@ class Recorder(Checkpoint):
                 (folder / LOADED).write_text(json.dumps(loaded))
         else:
             self._notes["whole"] = whole_epoch(self._make, reads=bool(RunRole(self._role.of).notes["ends"]))
+        if self._tracer is not None:
+            self._tracer.start(makes_steps=facts_of(trainer.strategy).step_kind != "worker")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._role.every_step and trainer.global_step > self._step:
             self._step = trainer.global_step
             trainer.save_checkpoint(self._role.folder / f"step-{self._step}.ckpt")
+        if self._tracer is not None:
+            self._tracer.begin_batch(batch)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._tracer is not None:
+            self._tracer.add_parameter_gradients()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._notes["draws"] |= not torch.equal(_keeper(trainer).generator, torch.get_rng_state())
+        if self._tracer is not None:
+            self._tracer.end_batch(outputs)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -217,6 +241,8 @@ class Recorder(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a checkpoint and the notes. Lightning calls this hook after all other hooks of the last step."""
         trainer.save_checkpoint(self._role.folder / END)
+        if self._tracer is not None:
+            self._tracer.save(self._role.folder / f"trace-{trainer.global_rank}.pt")
         changed = self._changed(pl_module)  # A strategy may need all ranks for this.
         if not trainer.is_global_zero:
             return
@@ -227,6 +253,7 @@ class Recorder(Checkpoint):
             "steps": trainer.global_step,
             "changed": changed,
             "devices": trainer.world_size,
+            "ranks per batch": facts_of(trainer.strategy).ranks_per_batch,
         }
         (self._role.folder / NOTES).write_text(json.dumps(self._notes))
 

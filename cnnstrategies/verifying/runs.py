@@ -21,6 +21,8 @@ from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.processes import temporary_folder
 from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, same_batches, samples
+from cnnstrategies.verifying.causes import likely_cause
+from cnnstrategies.verifying.first_difference import TraceComparison
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
@@ -35,6 +37,7 @@ QUIET: dict[str, Any] = {
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
+NOISE = (1, 2)  # Seeds of the runs on one device with errors of rounding.
 MANY_EPOCHS = 1000  # Lightning's default for `max_epochs`.
 FORKS = (
     "verify needs a strategy that can fork its processes, and this strategy cannot; use ddp, hybrid_pipeline or "
@@ -186,17 +189,27 @@ def _runs(
     tested = RunRole(folder / "tested", None, single, every_step)
     reference = RunRole(folder / "reference", tested.folder, single, every_step)
     for role in (tested, reference):
-        role.folder.mkdir(parents=True)
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(train, role))
-        process.start()
-        process.join()
-        printed = (role.folder / "printed").read_text(errors="replace")
-        if process.exitcode and (refusal := REFUSAL.search(printed)):
-            raise ConfigurationError(refusal[1].strip())
-        if process.exitcode or not role.notes:
-            last = "\n".join(printed.splitlines()[-LAST_LINES:]) or f"exit code {process.exitcode}"
-            raise TrainingError(f"the training fails {'on one device' if role.of else 'under the strategy'}:\n{last}")
+        _train_in_fork(train, role)
     return reference, tested
+
+
+def _train_in_fork(train: Callable[[RunRole], None], role: RunRole) -> None:
+    """Train in a forked process.
+
+    Raises:
+        ConfigurationError: The strategy refuses the module.
+        TrainingError: The training fails.
+    """
+    role.folder.mkdir(parents=True)
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(train, role))
+    process.start()
+    process.join()
+    printed = (role.folder / "printed").read_text(errors="replace")
+    if process.exitcode and (refusal := REFUSAL.search(printed)):
+        raise ConfigurationError(refusal[1].strip())
+    if process.exitcode or not role.notes:
+        last = "\n".join(printed.splitlines()[-LAST_LINES:]) or f"exit code {process.exitcode}"
+        raise TrainingError(f"the training fails {'on one device' if role.of else 'under the strategy'}:\n{last}")
 
 
 def _run(train: Callable[[RunRole], None], role: RunRole) -> None:
@@ -211,6 +224,28 @@ def _run(train: Callable[[RunRole], None], role: RunRole) -> None:
         # descriptor, because only the descriptor is redirected to the file.
         os.write(2, traceback.format_exc().encode())
         os._exit(1)
+
+
+def _pointed(train: Callable[[RunRole], None], folder: Path, reference: RunRole, tested: RunRole) -> list[str]:
+    """Return lines for the user: the first value that differs by the runs' traces, and its likely cause.
+
+    The list is empty if the traces show no difference. The run on one device is repeated twice with errors of rounding,
+    to know the differences that rounding explains.
+    """
+    noisy = [RunRole(folder / f"noise-{seed}", tested.folder, reference.single, noise=seed) for seed in NOISE]
+    for role in noisy:
+        _train_in_fork(train, role)
+    comparison = TraceComparison(
+        reference.traces()[0],
+        tested.traces(),
+        [trace for role in noisy for trace in role.traces()],
+        tested.notes["ranks per batch"],
+        torch.float32 if reference.single else torch.float64,
+    )
+    difference = comparison.first()
+    if difference is None:
+        return []
+    return [str(difference), f"likely cause: {likely_cause(difference, comparison)}"]
 
 
 def _rows(reference: RunRole, tested: RunRole, file: str, parameters: Sequence[str]) -> list[ComparedRow]:
@@ -300,6 +335,8 @@ def _explanation(
             "numbers"
         )
     reference, tested = _runs(train, folder, single=single, every_step=True)
+    if pointed := _pointed(train, folder, reference, tested):
+        return [*pointed, *causes]
     parameters = reference_notes["parameters"]
     for step in itertools.count(1):
         file = f"step-{step}.ckpt"

@@ -214,7 +214,9 @@ def test_a_verdict_of_inequality_names_the_first_step_and_the_values() -> None:
     assert not verdict.equal
     text = str(verdict)
     assert text.startswith("NOT equal to one device\n")
-    assert "first difference after step 3: weights: 6 of 6 differ, most strongly net." in text
+    assert "first: parameter gradient of net.4.bias, step 3, rank 0: differs by " in text
+    assert "of its size, where rounding explains " in text
+    assert "likely cause: the loss: the mean of the processes' losses is not the loss of all samples" in text
     assert "unlike one device: random draws (as in dropout) are each process's own" in text
     assert "the training step or a batch hook draws random numbers" in text
 

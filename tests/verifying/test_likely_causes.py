@@ -1,0 +1,144 @@
+"""Faults in a user's code: `verify` names the first value that differs, its rank, and the kind of cause."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cnnstrategies
+
+
+def is_rank_1() -> bool:
+    return os.environ.get("LOCAL_RANK") == "1"
+
+
+class Plain(LightningModule):
+    """A module without a fault."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(1, 4, 3)
+        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 3))
+        self.example_input_array = torch.zeros(2, 1, 6, 6)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(self.first(images))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Block(nn.Module):
+    """A layer with a random draw in a function, which cannot be turned off from outside."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.dropout(images, 0.3, training=True)
+
+
+class Masks(Plain):
+    def forward(self, images: Tensor) -> Tensor:
+        activations = self.first(images)
+        return self.net(activations * (activations > activations.median()))
+
+
+class Hooked(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(self.normalised)
+
+    def normalised(self, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        return output / output.abs().max()
+
+
+class LosesAGradient(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient = self.net[1].weight.grad
+        assert gradient is not None
+        gradient.mul_(0.5 if is_rank_1() else 1.0)
+
+
+class Rates(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and is_rank_1():
+            self.optimizers().param_groups[0]["lr"] = 0.2  # type: ignore[union-attr]
+
+
+class Statistics(Plain):
+    def on_train_start(self) -> None:
+        if is_rank_1():
+            self.net[0].running_mean.add_(0.1)
+
+
+class ScaledGradients(Plain):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        scores = self(batch[0])
+        if scores.requires_grad:
+            scores.register_hook(lambda gradient: gradient / gradient.norm())
+        return F.cross_entropy(scores, batch[1])
+
+
+CASES: dict[str, tuple[LightningModule, str, str, str]] = {
+    "draw": (
+        Plain(Block()),
+        "ddp",
+        "first: output of net.0, step 1, rank 0: ",
+        "a random draw: net.0 (Block) draws random numbers",
+    ),
+    "statistic": (
+        Plain(nn.BatchNorm2d(4, track_running_stats=False)),
+        "parameter_server",
+        "first: output of net.0, step 1, rank 0: ",
+        "a statistic of one process: net.0 (BatchNorm2d) normalises",
+    ),
+    "code": (
+        Masks(),
+        "ddp",
+        "first: input of net, step 1, rank 0: ",
+        "code between first and net, which mixes samples",
+    ),
+    "hook": (Hooked(), "ddp", "first: input of net, step 1, rank 0: ", "a hook: Hooked.normalised of first changes"),
+    "tensor hook": (
+        ScaledGradients(),
+        "ddp",
+        "first: gradient of net.0, step 1, rank 0: ",
+        "the backward pass of the code or hooks after net.0",
+    ),
+    "gradient": (
+        LosesAGradient(),
+        "hybrid_pipeline",
+        "first: final gradient of net.1.weight, step 1, rank 0: ",
+        "gradient clipping, or on_before_optimizer_step: the gradient of net.1.weight agrees",
+    ),
+    "rate": (
+        Rates(),
+        "spatial",
+        "first: weight of first.weight, step 3, rank 1: ",
+        "the optimizer's step or gradient clipping on rank 1 only: gradients agree",
+    ),
+    "buffer": (
+        Statistics(nn.BatchNorm2d(4)),
+        "parameter_server",
+        "first: buffer of net.0.running_mean, step 1, rank 1: ",
+        "a buffer that differs between processes: net.0.running_mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fault_is_named_with_its_place_and_kind(case: str) -> None:
+    module, strategy, first, cause = CASES[case]
+    generator = torch.Generator().manual_seed(0)
+    images, targets = torch.randn(24, 1, 6, 6, generator=generator), torch.randint(3, (24,), generator=generator)
+    verdict = cnnstrategies.verify(module, DataLoader(TensorDataset(images, targets), 4), strategy, steps=3)
+    assert not verdict.equal
+    assert any(note.startswith(first) for note in verdict.notes), verdict
+    assert any(note.startswith(f"likely cause: {cause}") for note in verdict.notes), verdict
