@@ -13,11 +13,14 @@ from cnnstrategies.planning.scaling.figures import EpochCosts, Facts, MeasuredRu
 from cnnstrategies.planning.scaling.reasons import RULES, reasons
 from cnnstrategies.planning.scaling.timeline import (
     BARRIER,
+    BATCH,
     BUFFERS,
     EXCHANGE,
     GRADIENTS,
     LOG,
     OTHERS,
+    ROWS,
+    SUMS,
     WAITING,
     Change,
     Segment,
@@ -295,7 +298,7 @@ def test_every_rule_finds_its_planted_cause():
     seen = {rule.__name__ for rule in RULES for planted, _, _ in PLANTED.values() if any(True for _ in rule(planted))}
     slow = measurements(*both(transfer=0.05))
     assert [reason.cause for reason in reasons(slow)] == ["the transfer of batches to the device is slow"]
-    assert seen | {"transfer"} == {rule.__name__ for rule in RULES}
+    assert seen | {"transfer", "image_parts"} == {rule.__name__ for rule in RULES}  # The latter has a test of its own.
 
 
 def test_a_gain_is_the_speedup_of_removing_the_cause():
@@ -344,3 +347,52 @@ def test_the_table_adds_up_and_names_weak_and_strong_scaling():
         slow, runs=[slow.runs[0], MeasuredRun([replace(rank, samples=16) for rank in slow.largest.ranks], [100.0], [])]
     )
     assert "each of 2 devices has 16 samples (strong scaling)" in report.sentences(halves, [])[0]
+
+
+def divided(computing, rows, sums, loading=0.0):
+    """Return a run in which each rank has a part of the same two images.
+
+    Args:
+        computing: Seconds of the forward and backward of each rank.
+        rows: Seconds that the rank that computes longest waits for rows of other ranks.
+        sums: The same for sums over the parts.
+        loading: Seconds in which rank 0 loads a batch.
+    """
+    ranks = []
+    for rank, seconds in enumerate(computing):
+        parts = {"forward": seconds / 3, "backward": 2 * seconds / 3, "data": loading * (rank == 0)}
+        parts |= {
+            WAITING + ROWS: rows + max(computing) - seconds,
+            WAITING + SUMS: sums,
+            WAITING + BATCH: loading * (rank > 0),
+        }
+        ranks.append(Rank(2 / len(computing), parts))
+    rounds = [joined(1, [[Segment({}, ROWS)], [Segment({}, SUMS)]], [rank.parts for rank in ranks])] * ROUNDS
+    return MeasuredRun(ranks, [2 / ranks[0].step] * ROUNDS, rounds)
+
+
+def test_waits_of_parts_of_images_are_listed_and_add_up_to_the_step():
+    measured = divided((0.3, 0.2), rows=0.06, sums=0.04, loading=0.1)
+    kinds = {kind: seconds for kind, seconds in report.by_kind(measured).items() if seconds > 1e-9}
+    assert kinds == pytest.approx({
+        "waiting for data": 0.05, "waiting for the batch": 0.05, "forward": 0.25 / 3, "backward": 0.5 / 3,
+        "rows of other devices": 0.06, "sums over the parts": 0.04, "waiting for the slowest": 0.05,
+    })  # fmt: skip
+    assert sum(kinds.values()) == pytest.approx(measured.step)
+    assert measured.samples == 2
+
+
+def test_messages_and_unequal_parts_of_images_are_causes():
+    facts = Facts("spatial", cores=8)
+    causes = {reason.cause: reason for reason in reasons(Measurements([divided((0.3, 0.2), 0.06, 0.04, 0.1)], facts))}
+    assert [*causes] == [
+        "the loader is slower than the network on rank 0",
+        "devices wait for rows of other devices",
+        "rank 0 computes longer than the other ranks",
+        "devices wait for sums over the parts, of gradients and of statistics",
+    ]
+    assert causes["devices wait for rows of other devices"].gain == pytest.approx(0.5 / 0.44)
+    assert causes["rank 0 computes longer than the other ranks"].gain == pytest.approx(0.5 / 0.45)
+    assert causes["the loader is slower than the network on rank 0"].gain == pytest.approx(0.5 / 0.4)
+    assert "ddp_balanced" not in causes["rank 0 computes longer than the other ranks"].remedy
+    assert reasons(Measurements([divided((0.3, 0.3), 0.001, 0.001)], facts)) == []

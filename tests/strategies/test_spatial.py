@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
+from lightning.pytorch.profilers import PassThroughProfiler
 from parts_in_turn import on_parts
 from ranks import run_apart, run_ranks
 from spatial_programs import (
@@ -33,7 +35,11 @@ from whole_step_cases import CASES, Case
 from whole_step_cases.running import on_one_device, on_ranks, verdict
 
 from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.callbacks.step_parts import PartClock
+from cnnstrategies.commands.scaling.recorder import TimelineRecorder
 from cnnstrategies.placed.messages import DivergedError
+from cnnstrategies.planning.scaling.timeline import BATCH, ROWS, SUMS
+from cnnstrategies.runtime.waiting import unwatch, watch
 from cnnstrategies.spatial import RowsTensor, SpatialParts
 from cnnstrategies.strategies import SpatialStrategy
 from cnnstrategies.strategies.spatial.checks import check_division
@@ -311,10 +317,23 @@ class Stream(IterableDataset[Any]):
             yield Record(images, masks, [f"{height} x {width}", str(random.random())])
 
 
-def load_streams() -> Any:
-    """Return what the ranks of a group have of the batches of a stream, and the error for a divided stream.
+def waits_of_a_step(groups: ImageGroups) -> list[str]:
+    """Load a batch, and return the kinds of waits of a convolution and a mean, in the order of the first of each."""
+    clock = PartClock(PassThroughProfiler(), torch.device("cpu"), lambda action: None, dict)
+    recorder = TimelineRecorder(clock)
+    clock.run()
+    watch(recorder)
+    images = next(iter(GroupLoader(DataLoader(Stream(), batch_size=None), groups, None, is_predicting=False))).images
+    F.conv2d(images, torch.ones(1, 3, 3, 3), padding=1).mean().item()
+    unwatch(recorder)
+    return [*dict.fromkeys(segment["collective"] for segment in recorder.segments)]
 
-    Rank 1 also returns the errors for messages of rank 0 after rank 0 has left the group.
+
+def load_streams() -> Any:
+    """Return what the ranks of a group have of the batches of a stream, kinds of waits, and an error.
+
+    The error is that for a divided stream. Rank 1 also returns the errors for messages of rank 0 after rank 0 has left
+    the group.
     """
     torch.manual_seed(dist.get_rank())
     random.seed(dist.get_rank())
@@ -332,17 +351,18 @@ def load_streams() -> Any:
             assert batch.images.row_layout.axis == 2 + (width > height)
         received.append([groups.parts.gather(batch.images, "test"), groups.parts.gather(batch.masks, "test")])
         received[-1] += [batch.names, torch.rand(()), random.random()]
+    waits = waits_of_a_step(groups)
     with pytest.raises(ConfigurationError) as divided:
         next(iter(GroupLoader(DataLoader(Stream(dist.get_rank()), batch_size=None), groups, None, is_predicting=False)))
     if dist.get_rank() == 0:
         dist.destroy_process_group(groups.group)
-        return first, received, str(divided.value), []
+        return first, received, waits, str(divided.value), []
     lost, divided_tensor = [], groups.parts.scatter(torch.ones(1, 1, 4, 5), -2)
     for wait in (groups.from_loader, torch.max, lambda tensor: groups.parts.gather(tensor, "sort")):
         with pytest.raises(DivergedError) as error:
             wait(divided_tensor)
         lost.append(str(error.value))
-    return first, received, str(divided.value), lost
+    return first, received, waits, str(divided.value), lost
 
 
 def test_ranks_of_a_group_get_the_same_batches() -> None:
@@ -351,7 +371,8 @@ def test_ranks_of_a_group_get_the_same_batches() -> None:
     random.seed(0)
     expected_first = torch.rand(()), random.random()
     expected = [[batch.images, batch.masks, batch.names, torch.rand(()), random.random()] for batch in one_stream()]
-    for first, received, error, lost in run_ranks(2, load_streams):
+    for first, received, waits, error, lost in run_ranks(2, load_streams):
+        assert waits == [BATCH, ROWS, SUMS]
         assert first == expected_first
         torch.testing.assert_close([batch[:2] for batch in received], [batch[:2] for batch in expected], rtol=0, atol=0)
         assert [batch[2:] for batch in received] == [batch[2:] for batch in expected]

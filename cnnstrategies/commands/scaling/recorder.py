@@ -16,14 +16,19 @@ import cnnstrategies
 from cnnstrategies.callbacks.step_parts import PartClock
 from cnnstrategies.planning.scaling.timeline import (
     BARRIER,
+    BATCH,
     BUFFERS,
     EXCHANGE,
     GRADIENTS,
     INTERNAL,
     LOG,
+    ROWS,
+    SUMS,
     WAITING,
 )
 from cnnstrategies.runtime import waiting
+from cnnstrategies.spatial import link
+from cnnstrategies.strategies.spatial import loading
 
 # Folders of libraries. A collective belongs to the line of code outside of these folders that runs it.
 LIBRARIES = tuple(
@@ -51,6 +56,8 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
     """
     if name == "buffers":
         return BUFFERS, ""
+    if (kind := kind_in_group(frame)) is not None:
+        return kind, ""
     kind = BARRIER if "barrier" in name else EXCHANGE
     # The callers of Lightning's loop belong to the program that trains, and not to a step.
     while frame is not None and not frame.f_code.co_filename.endswith("fit_loop.py"):
@@ -61,6 +68,22 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
             kind = LOG
         frame = frame.f_back
     return INTERNAL, ""
+
+
+def kind_in_group(frame: FrameType | None) -> str | None:
+    """Return the kind of a wait for ranks that have parts of the same images; None if it is not such a wait.
+
+    Args:
+        frame: The innermost frame of the call stack.
+    """
+    kind = None
+    while frame is not None and not frame.f_code.co_filename.endswith("fit_loop.py"):
+        if frame.f_code.co_filename == link.__file__:
+            kind = ROWS if "exchange" in frame.f_code.co_qualname else SUMS
+        elif frame.f_code.co_filename == loading.__file__:
+            return BATCH
+        frame = frame.f_back
+    return kind
 
 
 def only_starts(frame: FrameType | None) -> bool:

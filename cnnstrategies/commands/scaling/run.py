@@ -36,6 +36,7 @@ from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.scaling.timeline import WAITING
 from cnnstrategies.planning.tune.trial import TRIAL
 from cnnstrategies.runtime.waiting import report_forwards, unwatch, watch
+from cnnstrategies.strategies.protocol import facts_of
 
 VALIDATED = 4  # Number of validation batches that are measured.
 # A measurement skips the batches that were loaded in advance, but at most this number of batches.
@@ -78,6 +79,7 @@ class ScalingControl(StepControl):
         self._epochs = trainer.check_val_every_n_epoch or 1
         trainer.check_val_every_n_epoch = sys.maxsize
         self._trainer = trainer
+        self._ranks_per_batch = facts_of(trainer.strategy).ranks_per_batch
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._default_callbacks = default_callbacks(callbacks, self._configured) | {type(self).__name__}
         self._meter = StepMeter(trainer, self._part)
@@ -113,8 +115,10 @@ class ScalingControl(StepControl):
             "steps": int(steps) if steps != float("inf") else None,
             "validation": seconds * self._validation_batches(trainer),
             "saving": sum(saves_in_epoch(callback, trainer) for callback in self._saving),
-            # Each rank has the whole network, and the ranks sum their gradients.
+            # Each rank has the whole network.
             "alike": "communication" in self._meter.parts.waiting,
+            # The ranks with parts of the same images sum gradients layer by layer.
+            "link": "communication" in self._meter.parts.waiting and self._ranks_per_batch == 1,
         }
 
     def _validation_batches(self, trainer: Trainer) -> float:
@@ -197,8 +201,9 @@ class ScalingControl(StepControl):
                 self._mark = time.perf_counter()
             return
         self._meter.end_step()
-        # In a pipeline each rank gets the whole batch, so the number of samples is divided by the number of ranks.
-        seen_by = 1 if self._meter.pipeline is None else trainer.world_size
+        # In a pipeline each rank gets the whole batch, and several ranks may have parts of the same images. The number
+        # of samples is divided by the number of these ranks.
+        seen_by = self._ranks_per_batch if self._meter.pipeline is None else trainer.world_size
         self._samples += (count_samples(batch) or self._usual) / seen_by
         self._left -= 1
         if not self._left:
@@ -244,7 +249,12 @@ class ScalingControl(StepControl):
             seconds = time.perf_counter() - began
             trainer.strategy.remove_checkpoint(path)
             return {"seconds": seconds}
-        return load_alone(trainer.train_dataloader, command["seconds"])
+        loader: Any = trainer.train_dataloader
+        if self._ranks_per_batch > 1:
+            if trainer.global_rank % self._ranks_per_batch:
+                return {}  # Another rank of the group loads.
+            loader = loader.loader
+        return load_alone(loader, command["seconds"])
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cnnstrategies.planning.costs import digits
-from cnnstrategies.planning.scaling.timeline import WAITING, Change, Round, Segment, saved_fractions
+from cnnstrategies.planning.scaling.timeline import BATCH, ROWS, WAITING, Change, Round, Segment, saved_fractions
 from cnnstrategies.planning.tune.race import interval
 
 COMPUTE = ("forward", "backward", "optimizer")
@@ -52,6 +52,11 @@ class Rank:
         return sum(seconds for name, seconds in self.parts.items() if name.startswith(WAITING))
 
     @property
+    def waits_in_step(self) -> float:
+        """Seconds of a step in which the rank waits for other ranks, apart from waits for the rank that loads."""
+        return self.waits - self.parts.get(WAITING + BATCH, 0.0)
+
+    @property
     def own(self) -> float:
         """Seconds of a step in which the rank works, and does not wait for other ranks."""
         return self.step - self.waits
@@ -88,6 +93,11 @@ class MeasuredRun:
         return len(self.ranks)
 
     @property
+    def divides_images(self) -> bool:
+        """Whether several ranks have parts of the same images."""
+        return any(WAITING + ROWS in rank.parts for rank in self.ranks)
+
+    @property
     def samples(self) -> float:
         """Number of samples in a step, over all devices."""
         return sum(rank.samples for rank in self.ranks)
@@ -105,12 +115,12 @@ class MeasuredRun:
     @property
     def slowest(self) -> Rank:
         """The slowest rank. It is the rank that waits least, because the other ranks wait for it."""
-        return min(self.ranks, key=lambda rank: rank.waits)
+        return min(self.ranks, key=lambda rank: rank.waits_in_step)
 
     @property
     def waiting(self) -> float:
         """Seconds of a step for which a rank waits for the slowest rank, as a mean over the ranks."""
-        return statistics.mean(rank.waits for rank in self.ranks) - self.slowest.waits
+        return statistics.mean(rank.waits_in_step for rank in self.ranks) - self.slowest.waits_in_step
 
     def after(self, change: Change) -> float:
         """Return the predicted step time after a change, in seconds: the median over the rounds."""

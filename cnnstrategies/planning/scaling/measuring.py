@@ -213,14 +213,14 @@ class Bench:
         trial, hello = training.trial, training.hello
         facts = replace(self.facts, epoch=EpochCosts(hello["steps"], hello["validation"]), **hello["facts"])
         known: dict[str, Any] = {}
-        # Each rank has the whole network only under strategies with an all-reduce. The sum of gradients and larger
-        # batches are therefore measured only under these strategies.
+        # Larger batches are measured only if each rank has the whole network, and the sum of all gradients only if the
+        # ranks sum them at once.
         alike = hello["alike"]
         try:
             if facts.accelerator:
                 read = trial.ask({"steps": FEWEST_STEPS, "reads": True})[0]
                 known |= {"reads": read["reads"], "read_seconds": read["read_seconds"]}
-            if alike:
+            if hello["link"]:
                 summed = trial.ask({"probe": "sum"})[0]
                 known |= {"link": summed["seconds"], "gradient_bytes": summed["bytes"]}
             waits = [rank.parts.get("data", 0.0) for rank in run.ranks]
@@ -234,7 +234,8 @@ class Bench:
                 known["with_fewer"] = run.rate * training.times(_rate, threads=each)
             if alike and training.can_make_larger(LARGER):
                 known["larger"] = run.slowest.compute * LARGER * training.times(_compute_of_a_sample, larger=LARGER)
-            rates = [report["rate"] for report in trial.ask({"probe": "load", "seconds": LOADING_SECONDS})]
+            loads = trial.ask({"probe": "load", "seconds": LOADING_SECONDS})
+            rates = [report["rate"] for report in loads if "rate" in report]
             # All ranks make the same number of steps, so the ranks with faster loaders wait.
             known["loader"] = len(rates) * min(rates) if all(rates) else None
         except TrialError as failure:

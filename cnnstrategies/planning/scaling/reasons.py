@@ -12,6 +12,7 @@ from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.costs import digits
 from cnnstrategies.planning.scaling.collectives import collectives, link
 from cnnstrategies.planning.scaling.figures import LARGER, LEAST_GAIN, Measurements, ms
+from cnnstrategies.planning.scaling.image_parts import image_parts
 from cnnstrategies.planning.scaling.reason import Reason
 from cnnstrategies.planning.scaling.work import callbacks, loading, logging, slow_rank, transfer
 
@@ -130,6 +131,7 @@ RULES: tuple[Callable[[Measurements], Iterator[Reason]], ...] = (
     loading,
     link,
     collectives,
+    image_parts,
     slow_rank,
     threads,
     small_batches,

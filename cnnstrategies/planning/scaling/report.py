@@ -18,7 +18,7 @@ from cnnstrategies.planning.scaling.figures import (
     ms,
 )
 from cnnstrategies.planning.scaling.reason import Reason
-from cnnstrategies.planning.scaling.timeline import WAITING
+from cnnstrategies.planning.scaling.timeline import BATCH, ROWS, SUMS, WAITING
 from cnnstrategies.planning.tune.race import interval
 from cnnstrategies.runtime.whole_file import whole_file
 
@@ -31,15 +31,19 @@ SHOWN = 4
 WAITS_FOR_OTHERS = "waiting for the slowest"
 LINK = "communication in the open"
 OTHER = "other"
+# Waits of ranks that have parts of the same images, as in `KINDS`.
+FROM_GROUP = {WAITING + ROWS: "rows of other devices", WAITING + SUMS: "sums over the parts"}
 # The activities of a step, in the order of the table. Values are the names of the activities in the table. Each key is
-# a prefix: measured parts whose names begin with the prefix belong to the activity. The keys LINK and WAITS_FOR_OTHERS
-# are not prefixes, because these two activities are computed from several parts.
+# a prefix: measured parts whose names begin with the prefix belong to the activity. The keys of FROM_GROUP, LINK and
+# WAITS_FOR_OTHERS are not prefixes, because these activities are computed from several parts.
 KINDS = {
     "data": "waiting for data",
+    WAITING + BATCH: "waiting for the batch",
     "transfer": "copy, batch hooks",
     "forward": "forward",
     "backward": "backward",
     "optimizer": "optimizer",
+    **FROM_GROUP,
     LINK: LINK,
     WAITS_FOR_OTHERS: WAITS_FOR_OTHERS,
     CALLBACK: "callbacks, hooks",
@@ -56,9 +60,11 @@ def by_kind(run: MeasuredRun) -> dict[str, float]:
     seconds_of = dict.fromkeys(KINDS.values(), 0.0)
     for rank in run.ranks:
         for name, seconds in rank.parts.items():
-            if not name.startswith(WAITING):
+            if not name.startswith(WAITING) or name == WAITING + BATCH:
                 seconds_of[_kind(name)] += seconds / run.devices
-    seconds_of[LINK], seconds_of[WAITS_FOR_OTHERS] = run.slowest.waits, run.waiting
+    seconds_of |= {text: run.slowest.parts.get(name, 0.0) for name, text in FROM_GROUP.items()}
+    seconds_of[LINK] = run.slowest.waits_in_step - sum(seconds_of[text] for text in FROM_GROUP.values())
+    seconds_of[WAITS_FOR_OTHERS] = run.waiting
     return seconds_of
 
 

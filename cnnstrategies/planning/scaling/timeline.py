@@ -19,6 +19,9 @@ BUFFERS = "buffers"  # DDP's broadcast of the buffers.
 LOG = "log"  # The collectives of `self.log(..., sync_dist=True)`.
 BARRIER = "barrier"  # A barrier in the user's code.
 EXCHANGE = "exchange"  # Any other collective in the user's code.
+ROWS = "rows"  # Rows of divided images that another rank of a group has.
+SUMS = "sums"  # Sums over the ranks of a group that have parts of the same images.
+BATCH = "batch"  # A batch from the rank that loads for a group.
 INTERNAL = "internal"  # Other collectives of Lightning and of this package.
 OTHERS = "others"  # Whatever the ranks wait for, if the ranks do not run the same collectives.
 WAITING = "waiting: "  # Prefix of the part of a step in which a rank is in a collective. The kind follows.

@@ -70,7 +70,7 @@ def slow_rank(measurements: Measurements) -> Iterator[Reason]:
     """Yield a slow rank as a reason for slow training.
 
     A rank is slow if it takes much longer to compute a sample than the median rank. Nothing is yielded if no rank is
-    slow, or if the ranks train different stages of a pipeline.
+    slow, or if the ranks train different stages of a pipeline, or parts of the same images.
     """
     run = measurements.largest
     # The optimizer's update takes the same time whatever a rank's number of samples.
@@ -78,7 +78,7 @@ def slow_rank(measurements: Measurements) -> Iterator[Reason]:
     each = [seconds / max(rank.samples, 1e-9) for seconds, rank in zip(computes, run.ranks, strict=True)]
     # Ranks of different stages compute different layers, so their times per sample cannot be compared.
     stages = f"{WAITING}receive" in run.ranks[0].parts
-    if run.devices == 1 or stages or max(each) < UNEVEN * statistics.median_low(each):
+    if run.devices == 1 or stages or run.divides_images or max(each) < UNEVEN * statistics.median_low(each):
         return
     best = run.samples / sum(1 / seconds for seconds in each)
     slowest = each.index(max(each))
