@@ -522,3 +522,46 @@ def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dictionaries in which a module keeps its hooks for calls, and the options of these hooks."""
     attributes = vars(module)
     return [table for name in _HOOK_TABLES if isinstance(table := attributes.get(name), dict)]
+
+
+def backward_number() -> int:
+    """Return a number of the backward that runs in this thread. Nested backwards have numbers of their own."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs in this thread, before ``backward()`` returns.
+
+    A backward that fails does not call the function. DistributedDataParallel uses the same name.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def is_hooked(tensor: Tensor) -> bool:
+    """Whether hooks of a leaf see its gradient. torch has no public function that returns the hooks."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def parameter_of_gradient(node: str, place: int) -> Tensor | None:
+    """Return the leaf to whose attribute ``grad`` the backward adds a result of its running node.
+
+    The result is None if the gradient goes elsewhere, as for `torch.autograd.grad`, or has a graph of its own.
+
+    Args:
+        node: Name of the node that must be running.
+        place: Position of the result.
+    """
+    running = torch._C._current_autograd_node()
+    if running is None or running.name() != node or torch.is_grad_enabled():
+        return None
+    following = running.next_functions[place][0]
+    leaf: Tensor | None = getattr(following, "variable", None)  # Only the nodes of leaves have it.
+    return leaf if following is not None and leaf is not None and is_added_only(following) else None
+
+
+def is_added_only(node: Any) -> bool:
+    """Whether the running backward reaches a leaf's node, and adds the gradient to the attribute ``grad``."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # `torch.autograd.grad` returns this gradient.
+        return False

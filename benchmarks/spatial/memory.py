@@ -96,6 +96,9 @@ class _NotingLink:
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         return self._link.reduce(tensor, operation)
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        return self._link.begin_sum(tensor)
+
 
 class _NotingParts(SpatialParts):
     """The rules for divided tensors, which note the largest copy of rows."""

@@ -162,6 +162,10 @@ class _CountingLink:
         self._walk.summed += tensor.nbytes
         return tensor.clone()
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        self.reduce(tensor, "sum")
+        return lambda: None
+
 
 class _CountingParts(SpatialParts):
     """The rules for divided tensors, which note operations and the largest copy of rows."""

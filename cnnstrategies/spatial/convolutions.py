@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cnnstrategies.spatial.edges import Edges
+from cnnstrategies.spatial.gradient_sums import sum_gradients
 from cnnstrategies.spatial.layout import Bounds, RowLayout, kernel_windows
 from cnnstrategies.spatial.rows_tensor import RowsTensor, memory_format_of
 
@@ -68,13 +69,9 @@ def convolution_backward(parts: "SpatialParts", func: Any, arguments: dict[str, 
 
 def _wrapped(parts: "SpatialParts", gradients: Any, inputs: RowLayout, mask: list[bool]) -> Any:
     """Return the gradients of a convolution, of which those of the weight and the bias are summed over the ranks."""
-    input_grad, weight_grad, bias_grad = gradients
-    sums = iter(parts.sums([*(weight_grad,) * mask[1], *(bias_grad,) * mask[2]]))
-    return (
-        RowsTensor.create(parts, input_grad, inputs) if mask[0] else None,
-        next(sums) if mask[1] else None,
-        next(sums) if mask[2] else None,
-    )
+    wanted = {place: gradients[place] for place in (1, 2) if mask[place]}
+    sums = sum_gradients(parts, "ConvolutionBackward0", wanted)
+    return RowsTensor.create(parts, gradients[0], inputs) if mask[0] else None, sums.get(1), sums.get(2)
 
 
 def _is_spatial(arguments: dict[str, Any]) -> bool:

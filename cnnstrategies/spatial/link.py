@@ -30,7 +30,8 @@ class PartsLink(Protocol):
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
         """Begin to send contiguous tensors to ranks, and to receive into contiguous tensors from ranks.
 
-        Return a function that waits for the end of both. It must be called before the next message.
+        Return a function that waits for the end of both. It must be called before the next message of the ranks, apart
+        from sums that have begun.
 
         Raises:
             LinkError: The connection is broken, or the time-out is over. The function that waits raises it as well.
@@ -43,14 +44,24 @@ class PartsLink(Protocol):
             LinkError: The connection is broken, or the time-out is over.
         """
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to sum a contiguous tensor over the ranks in place.
+
+        Return a function that waits for the sum. Other messages may be sent before it is called.
+
+        Raises:
+            LinkError: The connection is broken, or the time-out is over. The function that waits raises it as well.
+        """
+
 
 class GroupLink:
     """Connection over a process group of torch, such as gloo or NCCL.
 
-    Nothing is posted long before it is needed, because NCCL would let a GPU wait for it: at most, an operation computes
-    its inner rows until the rows at its edges have arrived. All messages of an exchange are posted as one, and have
-    arrived before the next message is posted. So GPUs cannot wait for each other without end, even if each of them does
-    one thing at a time. With NCCL, all ranks must have taken part in a message before the first exchange.
+    Nothing is posted before all ranks post it, because NCCL would let a GPU wait for it. Rows of other ranks are on
+    their way while an operation computes its inner rows, and sums of gradients while the backward goes on. All messages
+    of an exchange are posted as one, and have arrived before the next message is posted, apart from sums of gradients.
+    All ranks post sums and exchanges in the same order. So GPUs cannot wait for each other without end, even if each of
+    them does one thing at a time. With NCCL, all ranks must have taken part in a message before the first exchange.
 
     Args:
         group: The process group of the ranks.
@@ -85,6 +96,20 @@ class GroupLink:
         with link_errors():
             dist.all_reduce(total, OPERATIONS[operation], group=self._group_for(total))
         return total.to(tensor.dtype)
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to sum a contiguous tensor over the ranks in place."""
+        total = tensor.to(_REDUCED_AS.get(tensor.dtype, tensor.dtype))
+        with link_errors():
+            work = dist.all_reduce(total, group=self._group_for(total), async_op=True)
+
+        def wait() -> None:
+            with link_errors():
+                work.wait()
+            if total is not tensor:
+                tensor.copy_(total)
+
+        return wait
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self._group

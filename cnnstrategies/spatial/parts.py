@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch import Tensor
 from cnnstrategies._torch_private import tracked_views
 from cnnstrategies.placed.call_site import call_site
 from cnnstrategies.placed.messages import DivergedError, LinkError
+from cnnstrategies.spatial.gradient_sums import GradientSums
 from cnnstrategies.spatial.layout import Bounds, RowLayout, bounds, scaled
 from cnnstrategies.spatial.link import PartsLink
 from cnnstrategies.spatial.requested_rows import RequestedRows, overlap, with_length
-from cnnstrategies.spatial.rows_tensor import RowsTensor, local_shape, memory_format_of
+from cnnstrategies.spatial.rows_tensor import RowsTensor, in_memory_order, local_shape, memory_format_of
 from cnnstrategies.spatial.runner import run
 
 # Dtypes of tensors that a rank hands out, which has a number in the message about the tensor's form.
@@ -59,6 +61,8 @@ class SpatialParts:
         operation: The operation that runs, for error messages.
         describe: Function that returns a text that names a rank, for error messages.
         note_loss: Function that is called with the message of a `DivergedError` before it is raised; None for none.
+        gradient_sums: Sums of gradients, by the number of the backward that computes them.
+        hooked: Identities of the parameters that have hooks on any rank, as far as the ranks have compared them.
     """
 
     def __init__(self, link: PartsLink) -> None:
@@ -69,6 +73,8 @@ class SpatialParts:
         self.operation = "no operation"
         self.describe: Callable[[int], str] = "rank {}".format
         self.note_loss: Callable[[str], None] | None = None
+        self.gradient_sums: WeakValueDictionary[int, GradientSums] = WeakValueDictionary()
+        self.hooked: set[int] = set()
         self._tracking: list[Any] = []
 
     def __enter__(self) -> "SpatialParts":
@@ -308,6 +314,10 @@ class SpatialParts:
         pieces = torch.split(total, [tensor.numel() for tensor in tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to sum a tensor over the ranks in place, and return a function that waits for the sum."""
+        return self._begun(lambda: self._link.begin_sum(tensor))
+
     def _gathered(self, rows: Tensor, layout: RowLayout) -> Tensor:
         axis, size = layout.axis, layout.size
         if layout.outer > 1:
@@ -318,8 +328,12 @@ class SpatialParts:
 
     def _post(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
         self.sent_bytes += sum(tensor.nbytes for tensor in sends.values())
+        return self._begun(lambda: self._link.exchange(sends, receives))
+
+    def _begun(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Begin a message, and return a function that waits for its end. Both name the operation if they fail."""
         try:
-            wait = self._link.exchange(sends, receives)
+            wait = begin()
         except LinkError as error:
             raise self.diverged(error) from error
 
@@ -340,11 +354,6 @@ class SpatialParts:
         if self.note_loss is not None:
             self.note_loss(text)
         return DivergedError(text)
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a contiguous view of a dense tensor, with its elements in the order in which they are in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _unflattened(tensor: Tensor, layout: RowLayout, rows: int) -> list[int]:

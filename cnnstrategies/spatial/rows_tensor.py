@@ -186,6 +186,11 @@ def local_shape(shape: Sequence[int], layout: RowLayout, rows: int) -> list[int]
     return local
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a contiguous view of a dense tensor, with its elements in the order in which they are in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
     """Return the memory format in which torch's operations return results for a tensor, which depends on its strides.
 

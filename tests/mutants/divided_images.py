@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import test_gradient_sums
 import test_random_layers
 import test_spatial_operations
 from mutants.faulty import replaces
 
+from cnnstrategies._torch_private import is_added_only, is_hooked
 from cnnstrategies.spatial import norms
 from cnnstrategies.spatial.edges import Edges
+from cnnstrategies.spatial.gradient_sums import GradientSums
 from cnnstrategies.spatial.parts import SpatialParts
 from cnnstrategies.spatial.pooling import _Pool
 from cnnstrategies.spatial.requested_rows import RequestedRows
@@ -48,3 +51,42 @@ def gradients_of_weights_are_those_of_a_part(original, self, tensors):
 @replaces(_Pool.moved, killed_by=check_rule, name="max_pool2d")
 def positions_of_maxima_are_those_in_a_part(original, self, positions, length, new_length, offset):
     return positions
+
+
+check_gradients = test_gradient_sums.test_gradients_are_those_of_one_process
+
+
+@replaces(GradientSums.finish, killed_by=check_gradients, case=test_gradient_sums.backward, message=1 << 20)
+def the_last_gradients_are_forgotten(original, self):
+    self._gradients.clear()
+    original(self)
+
+
+@replaces(SpatialParts.begin_sum, killed_by=check_gradients, case=test_gradient_sums.backward, message=1)
+def nobody_waits_for_sums_of_gradients(original, self, tensor):
+    original(self, tensor)
+    return lambda: None
+
+
+@replaces(GradientSums.finish, killed_by=check_gradients, case=test_gradient_sums.with_penalty, message=1)
+def sums_take_the_place_of_gradients(original, self):
+    for message in self._messages:
+        for parameter, *_ in message.gradients:
+            parameter.grad = None
+    original(self)
+
+
+@replaces(
+    is_hooked, killed_by=check_gradients, noticed_by=(AttributeError, AssertionError),
+    case=test_gradient_sums.hook_of_parameter, message=1,
+)  # fmt: skip
+def hooks_do_not_see_gradients(original, parameter):
+    return False
+
+
+@replaces(
+    is_added_only, killed_by=check_gradients, noticed_by=(RuntimeError, AssertionError),
+    case=test_gradient_sums.returned_gradients, message=1,
+)  # fmt: skip
+def returned_gradients_are_added_to_parameters(original, node):
+    return True

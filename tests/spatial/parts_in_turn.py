@@ -37,6 +37,10 @@ class TensorLink:
         stacked = torch.stack(tensors)
         return stacked.sum(0, dtype=tensor.dtype) if operation == "sum" else getattr(stacked, f"a{operation}")(0)
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        total = self.reduce(tensor, "sum")
+        return lambda: tensor.copy_(total)
+
 
 def on_parts(count: int, function: Callable[[SpatialParts], Any]) -> list[Any]:
     """Return the results of ``function(parts)`` on each rank. Raise a rank's error."""

@@ -22,6 +22,7 @@ from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.processes import end_group_at_exit, leave_group_at_exit
+from cnnstrategies.spatial.gradient_sums import agree_on_hooks
 from cnnstrategies.strategies.default_group import default_group
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.exact_means import ExactMeans
@@ -241,6 +242,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        agree_on_hooks(self._ranks.parts, list(self._module.parameters()))
         with default_group(self._ranks.counterparts):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
