@@ -10,7 +10,8 @@ from cnnstrategies.commands.arguments.refuse import show
 from cnnstrategies.commands.run.errors import located, parameters_of
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
-from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify
+from cnnstrategies.verifying.forked_runs import TrainingError
+from cnnstrategies.verifying.runs import QUIET, forked, verify
 
 # Options of the trainer that ``verify`` ignores, or replaces by its own values.
 LEFT_OUT = ("precision", "logger", "num_nodes", "max_steps", "max_time", *QUIET)
@@ -35,7 +36,7 @@ def main(options: VerifyOptions, arguments: Sequence[str]) -> None:
     """
     cli = VerifiedCLI("verify", arguments)
     trainer = {name: value for name, value in vars(cli.config_init.trainer).items() if name not in LEFT_OUT}
-    trainer |= {"steps": options.steps, "callbacks": as_list(trainer["callbacks"])}
+    trainer |= {"steps": options.steps, "precision": options.precision, "callbacks": as_list(trainer["callbacks"])}
     try:
         verdict = verify(cli.model, cli.data(), **{**trainer, "plugins": as_list(trainer["plugins"])})
     except TrainingError as error:

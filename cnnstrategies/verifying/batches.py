@@ -4,16 +4,20 @@ import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as PrecisionPlugin
 from typing_extensions import override
 
 from cnnstrategies.models.joined_batches import joined, tensors_in
 
+Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]  # Lightning's names.
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
-class BatchKeeper(Precision):
+
+class BatchKeeper(PrecisionPlugin):
     """Precision plugin that saves each batch as the loader returns it.
 
     Lightning passes each batch to the precision plugin before the module's hooks and the strategy can change it, on
@@ -39,6 +43,23 @@ class BatchKeeper(Precision):
 
 class DoubleBatchKeeper(BatchKeeper, DoublePrecision):
     """Precision plugin for float64 that saves each batch like :class:`BatchKeeper`."""
+
+
+class MixedBatchKeeper(BatchKeeper, MixedPrecision):
+    """Precision plugin for mixed precision on CPUs that saves each batch like :class:`BatchKeeper`."""
+
+
+def keeper_of(precision: Precision) -> BatchKeeper:
+    """Return the plugin with which a run trains in a precision."""
+    match precision:
+        case "64-true":
+            return DoubleBatchKeeper()
+        case "32-true":
+            return BatchKeeper()
+        case "bf16-mixed":
+            return MixedBatchKeeper(precision, "cpu")
+        case "16-mixed":
+            return MixedBatchKeeper(precision, "cpu", torch.amp.GradScaler("cpu"))
 
 
 class GlobalBatches:

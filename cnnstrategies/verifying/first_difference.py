@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cnnstrategies.verifying.batches import Precision
 from cnnstrategies.verifying.tracer import Kind, SketchedValue, Trace
 
 # Order in which the values of a step are compared. Within a group, values are in the order in which one device has
@@ -15,8 +16,8 @@ from cnnstrategies.verifying.tracer import Kind, SketchedValue, Trace
 ORDER: tuple[tuple[Kind, ...], ...] = (("weight", "buffer"), ("input", "output"), ("gradient",))
 GRADIENTS: tuple[Kind, ...] = ("parameter gradient", "final gradient")  # Compared after all other values of a step.
 FACTOR = 10.0  # Rounding explains differences up to this multiple of the difference that it has made on one device.
-# Differences that rounding always explains, relative to the size of the value. Keys are the dtypes of the runs.
-LEAST = {torch.float64: 1e-11, torch.float32: 1e-5}
+# Differences that rounding always explains, relative to the size of the value. Keys are the precisions of the runs.
+LEAST: dict[Precision, float] = {"64-true": 1e-11, "32-true": 1e-5, "bf16-mixed": 1e-2, "16-mixed": 1e-3}
 
 Key = tuple[int, Kind, str]  # Step, kind and name of values.
 
@@ -74,16 +75,16 @@ class TraceComparison:
         ranks: Traces of the ranks, in their order.
         noisy: Traces of one device with errors of rounding.
         ranks_per_batch: Number of consecutive ranks that have the same batch.
-        dtype: Dtype in which the runs have trained.
+        least: Largest relative difference that rounding always explains; one of :data:`LEAST`.
     """
 
     def __init__(
-        self, reference: Trace, ranks: Sequence[Trace], noisy: Sequence[Trace], ranks_per_batch: int, dtype: torch.dtype
+        self, reference: Trace, ranks: Sequence[Trace], noisy: Sequence[Trace], ranks_per_batch: int, least: float
     ) -> None:
         self.reference = reference
         self._ranks = ranks
         self._ranks_per_batch = ranks_per_batch
-        self._least = LEAST[dtype]
+        self._least = least
         self._values = _by_key(reference)
         self._rank_values = [_by_key(trace) for trace in ranks]
         self._noisy_values = [_by_key(trace) for trace in noisy]

@@ -28,7 +28,7 @@ from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
 from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.strategies.protocol import facts_of
-from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches, samples
+from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches, Precision, samples
 from cnnstrategies.verifying.tracer import Trace, Tracer
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
@@ -47,7 +47,7 @@ class RunRole:
         folder: Folder of the run's files.
         of: Folder of the run under the strategy. The run on one device reads its batches from this folder. None if this
             is the run under the strategy.
-        single: Whether the run trains in float32 (single precision) instead of float64.
+        precision: Precision in which the run trains.
         every_step: Whether the run also saves a checkpoint after each step, and a trace.
         noise: Seed of errors of rounding that are added to the outputs of layers; 0 if no errors are added. Such a run
             saves a trace, and no checkpoints after each step.
@@ -55,7 +55,7 @@ class RunRole:
 
     folder: Path
     of: Path | None = None
-    single: bool = False
+    precision: Precision = "64-true"
     every_step: bool = False
     noise: int = 0
 

@@ -1,20 +1,64 @@
 """Comparison of the results of two runs: checkpoints and logged values."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cnnstrategies.verifying.batches import Precision
+
 # Kinds of values in which NaN shows that the training has failed. Logged values and buffers may be NaN by design.
 DEFINED = ("weights", "optimizer")
-# Tolerances. Keys are the dtypes of the runs. A difference counts as a rounding error up to the sum of the relative and
-# the absolute tolerance.
-RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-4}  # Relative to the largest absolute value of the tensor.
-ABSOLUTE = {torch.float64: 1e-11, torch.float32: 1e-6}  # Absolute tolerance of the difference between two elements.
+# Parts of a tensor's largest absolute value that count as errors of rounding. Keys are the precisions of the runs.
+RELATIVE: dict[Precision, float] = {"64-true": 1e-7, "32-true": 1e-5, "bf16-mixed": 1e-3, "16-mixed": 1e-3}
+# Differences between two elements that count as errors of rounding.
+ABSOLUTE: dict[Precision, float] = {"64-true": 1e-11, "32-true": 1e-6, "bf16-mixed": 1e-6, "16-mixed": 1e-6}
+FACTOR = 10.0  # Multiple of the differences between runs with errors of rounding up to which errors are explained.
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Differences that count as errors of rounding.
+
+    Attributes:
+        relative: Part of a tensor's largest absolute value.
+        absolute: Difference between two elements.
+        explained: Differences that errors of rounding have made on one device. Keys are the paths of the values.
+    """
+
+    relative: float
+    absolute: float
+    explained: Mapping[str, float] = field(default_factory=dict)
+
+    def allowed(self, name: str, largest: float) -> float:
+        """Return the largest difference of a value that counts as an error of rounding.
+
+        Args:
+            name: Path of the value.
+            largest: Largest absolute value of its elements.
+        """
+        return max(self.relative * largest + self.absolute, FACTOR * self.explained.get(name, 0.0))
+
+
+def tolerance_of(precision: Precision, reference: Any, noisy: Sequence[Any] = ()) -> Tolerance:
+    """Return the tolerance for a comparison.
+
+    Args:
+        precision: Precision in which the runs have trained.
+        reference: Nested structure of the values of the run on one device.
+        noisy: The same values of runs on one device with errors of rounding.
+    """
+    tolerance = Tolerance(RELATIVE[precision], ABSOLUTE[precision])
+    explained: dict[str, float] = {}
+    for values in noisy:
+        for difference in differences(reference, values, tolerance):
+            if not math.isinf(difference.size):
+                explained[difference.name] = max(difference.size, explained.get(difference.name, 0.0))
+    return replace(tolerance, explained=explained)
 
 
 @dataclass(frozen=True)
@@ -80,27 +124,40 @@ class Verdict:
         return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
 
 
-def compared(reference: Path, tested: Path, parameters: Sequence[str], dtype: torch.dtype) -> list[ComparedRow]:
+def compared(
+    reference: Path, tested: Path, noisy: Sequence[Path], parameters: Sequence[str], precision: Precision
+) -> list[ComparedRow]:
     """Compare the weights, buffers, optimizers' states and schedules of two checkpoints.
 
     Args:
         reference: Checkpoint of the run on one device.
         tested: Checkpoint of the run under the strategy.
+        noisy: Checkpoints of runs on one device with errors of rounding.
         parameters: Names of the parameters; all other tensors of the module are buffers.
-        dtype: Dtype in which the runs have trained.
+        precision: Precision in which the runs have trained.
 
     Returns:
         A row for each kind of value that the checkpoints contain.
     """
-    states = [torch.load(file, weights_only=False) for file in (reference, tested)]
-    names = set(parameters)
-    parts = {
-        "weights": [{key: value for key, value in state["state_dict"].items() if key in names} for state in states],
-        "buffers": [{key: value for key, value in state["state_dict"].items() if key not in names} for state in states],
-        "optimizer": [state["optimizer_states"] for state in states],
-        "schedules": [state["lr_schedulers"] for state in states],
+    kinds = [_kinds(file, set(parameters)) for file in (reference, tested, *noisy)]
+    rows = []
+    for kind in kinds[0]:
+        first, second, *others = (values[kind] for values in kinds)
+        if first or second:
+            tolerance = tolerance_of(precision, first, others)
+            rows.append(row_of(kind, list(differences(first, second, tolerance))))
+    return rows
+
+
+def _kinds(file: Path, parameters: Collection[str]) -> dict[str, Any]:
+    """Return the values of a checkpoint. Keys are the kinds of values."""
+    state = torch.load(file, weights_only=False)
+    return {
+        "weights": {key: value for key, value in state["state_dict"].items() if key in parameters},
+        "buffers": {key: value for key, value in state["state_dict"].items() if key not in parameters},
+        "optimizer": state["optimizer_states"],
+        "schedules": state["lr_schedulers"],
     }
-    return [row_of(kind, list(differences(pair[0], pair[1], dtype))) for kind, pair in parts.items() if any(pair)]
 
 
 def row_of(kind: str, values: Sequence[Difference]) -> ComparedRow:
@@ -125,19 +182,21 @@ def row_of(kind: str, values: Sequence[Difference]) -> ComparedRow:
     return ComparedRow(kind, text, equal=False)
 
 
-def differences(reference: Any, tested: Any, dtype: torch.dtype, name: str = "") -> Iterator[Difference]:
+def differences(reference: Any, tested: Any, tolerance: Tolerance, name: str = "") -> Iterator[Difference]:
     """Yield the difference of each tensor and number in two nested structures of mappings, lists and tuples.
 
     Values of other types, such as strings, are skipped.
     """
     if isinstance(reference, Mapping) and isinstance(tested, Mapping):
         for key in {**reference, **tested}:
-            yield from differences(reference.get(key), tested.get(key), dtype, f"{name}.{key}" if name else str(key))
+            yield from differences(
+                reference.get(key), tested.get(key), tolerance, f"{name}.{key}" if name else str(key)
+            )
     elif isinstance(reference, (list, tuple)) and isinstance(tested, (list, tuple)) and len(reference) == len(tested):
         for index, pair in enumerate(zip(reference, tested, strict=True)):
-            yield from differences(*pair, dtype, f"{name}[{index}]")
+            yield from differences(*pair, tolerance, f"{name}[{index}]")
     elif _is_number(reference) and _is_number(tested):
-        yield _difference(torch.as_tensor(reference), torch.as_tensor(tested), dtype, name)
+        yield _difference(torch.as_tensor(reference), torch.as_tensor(tested), tolerance, name)
     elif _is_number(reference) or _is_number(tested) or isinstance(reference, Mapping) != isinstance(tested, Mapping):
         yield Difference(name, math.inf, 1.0)
 
@@ -146,7 +205,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (Tensor, int, float))
 
 
-def _difference(reference: Tensor, tested: Tensor, dtype: torch.dtype, name: str) -> Difference:
+def _difference(reference: Tensor, tested: Tensor, tolerance: Tolerance, name: str) -> Difference:
     if reference.shape != tested.shape:
         return Difference(name, math.inf, 1.0)
     if not reference.numel():
@@ -156,4 +215,4 @@ def _difference(reference: Tensor, tested: Tensor, dtype: torch.dtype, name: str
     size = torch.where(same, 0.0, (reference - tested).abs()).nan_to_num(math.inf).max()
     scale = reference.nan_to_num(0.0, 0.0, 0.0).abs().max()
     is_undefined = bool((reference.isnan() & tested.isnan()).any())
-    return Difference(name, float(size), RELATIVE[dtype] * float(scale) + ABSOLUTE[dtype], is_undefined)
+    return Difference(name, float(size), tolerance.allowed(name, float(scale)), is_undefined)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.verifying.causes import likely_cause
-from cnnstrategies.verifying.first_difference import TraceComparison
+from cnnstrategies.verifying.first_difference import LEAST, TraceComparison
 from cnnstrategies.verifying.tracer import ModuleNote, SketchedValue, Trace, sketch_of
 
 pytestmark = pytest.mark.light
@@ -26,7 +26,7 @@ def trace(*values: tuple[Any, str, Sequence[Tensor]], samples: int = 8) -> Trace
 
 
 def compared(reference: Trace, ranks: Sequence[Trace], noisy: Sequence[Trace] = (), ranks_per_batch: int = 1) -> Any:
-    return TraceComparison(reference, ranks, noisy, ranks_per_batch, torch.float64)
+    return TraceComparison(reference, ranks, noisy, ranks_per_batch, LEAST["64-true"])
 
 
 def changed(row: int, by: float = 0.1) -> Tensor:

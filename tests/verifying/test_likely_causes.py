@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cnnstrategies
+from cnnstrategies.errors import ConfigurationError
 
 
 def is_rank_1() -> bool:
@@ -133,12 +134,37 @@ CASES: dict[str, tuple[LightningModule, str, str, str]] = {
 }
 
 
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    images, targets = torch.randn(24, 1, 6, 6, generator=generator), torch.randint(3, (24,), generator=generator)
+    return DataLoader(TensorDataset(images, targets), 4)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_fault_is_named_with_its_place_and_kind(case: str) -> None:
     module, strategy, first, cause = CASES[case]
-    generator = torch.Generator().manual_seed(0)
-    images, targets = torch.randn(24, 1, 6, 6, generator=generator), torch.randint(3, (24,), generator=generator)
-    verdict = cnnstrategies.verify(module, DataLoader(TensorDataset(images, targets), 4), strategy, steps=3)
+    verdict = cnnstrategies.verify(module, loader(), strategy, steps=3)
     assert not verdict.equal
     assert any(note.startswith(first) for note in verdict.notes), verdict
     assert any(note.startswith(f"likely cause: {cause}") for note in verdict.notes), verdict
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy"), [("32-true", "ddp"), ("bf16-mixed", "hybrid_pipeline"), ("16-mixed", "parameter_server")]
+)
+def test_rounding_is_measured_in_lower_precisions(precision: Any, strategy: str) -> None:
+    verdict = cnnstrategies.verify(Plain(nn.BatchNorm2d(4)), loader(), strategy, steps=3, precision=precision)
+    assert verdict.equal, verdict
+    sizes = {row.name: float(row.text.split("difference ")[1].split(";")[0]) for row in verdict.rows[:3]}
+    assert sizes["weights"] > 1e-9, "the runs are not in float64"
+    faulty = Hooked() if strategy != "hybrid_pipeline" else LosesAGradient()
+    verdict = cnnstrategies.verify(faulty, loader(), strategy, steps=2, precision=precision)
+    assert not verdict.equal, verdict
+    kind = "input of net" if strategy != "hybrid_pipeline" else "final gradient of net.1.weight"
+    assert any(note.startswith(f"first: {kind}, step 1, rank 0: ") for note in verdict.notes), verdict
+
+
+@pytest.mark.light
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="precision=bf16-true: verify trains in one of 64-true, 32-true, bf16"):
+        cnnstrategies.verify(Plain(), loader(), precision="bf16-true")  # type: ignore[arg-type]

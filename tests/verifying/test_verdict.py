@@ -11,16 +11,20 @@ from torchvision.ops import StochasticDepth
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.joined_batches import joined
-from cnnstrategies.verifying.batches import GlobalBatches, same_batches, samples
+from cnnstrategies.verifying.batches import GlobalBatches, Precision, same_batches, samples
 from cnnstrategies.verifying.recorder import settle
-from cnnstrategies.verifying.verdict import differences, row_of
+from cnnstrategies.verifying.verdict import differences, row_of, tolerance_of
 
 pytestmark = pytest.mark.light
 Pair = namedtuple("Pair", "image target")
 
 
-def unequal(first: object, second: object, dtype: torch.dtype = torch.float64) -> list[str]:
-    return [difference.name for difference in differences(first, second, dtype) if not difference.is_equal]
+def unequal(first: object, second: object, precision: Precision = "64-true") -> list[str]:
+    return [
+        difference.name
+        for difference in differences(first, second, tolerance_of(precision, first))
+        if not difference.is_equal
+    ]
 
 
 def test_only_rounding_counts_as_equal() -> None:
@@ -34,7 +38,7 @@ def test_only_rounding_counts_as_equal() -> None:
     )
     off = {"a": {"weight": torch.tensor([1.0, 100.001], dtype=torch.float64)}, "steps": [4, {"rate": 0.1}]}
     assert unequal(reference, off) == ["a.weight", "steps[0]"]
-    assert unequal(reference, off, torch.float32) == ["steps[0]"], "in float32 a difference of 1e-5 is rounding"
+    assert unequal(reference, off, "32-true") == ["steps[0]"], "in float32 a difference of 1e-5 is rounding"
     assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])) == []
     assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan])) == [""]
 
@@ -42,7 +46,7 @@ def test_only_rounding_counts_as_equal() -> None:
 @pytest.mark.parametrize(("kind", "equal"), [("weights", False), ("optimizer", False), ("logged", True)])
 def test_weights_that_are_nan_in_both_runs_are_not_called_equal(kind: str, equal: bool) -> None:
     values = {"loss": torch.tensor([1.0, torch.nan]), "other": torch.ones(2)}
-    row = row_of(kind, list(differences(values, values, torch.float64)))
+    row = row_of(kind, list(differences(values, values, tolerance_of("64-true", values))))
     assert row.equal == equal
     assert "NaN in both runs" in row.text
     assert "loss" in row.text
@@ -68,7 +72,7 @@ def test_a_value_that_only_one_run_has_is_a_difference() -> None:
     for second in ({}, {"w": None}, {"w": torch.zeros(3)}, undefined, {**first, "v": 1.0}):
         assert unequal(first, second)
         assert unequal(second, first)
-        assert not row_of("weights", list(differences(first, second, torch.float64))).equal
+        assert not row_of("weights", list(differences(first, second, tolerance_of("64-true", first)))).equal
 
 
 def test_batches_of_ranks_are_joined_by_samples_in_rank_order() -> None:

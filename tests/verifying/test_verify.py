@@ -18,8 +18,8 @@ from torchmetrics import MeanMetric
 import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying import runs
+from cnnstrategies.verifying.forked_runs import REFUSAL, TrainingError
 from cnnstrategies.verifying.recorder import RunRole
-from cnnstrategies.verifying.runs import TrainingError
 
 
 class Data(LightningDataModule):
@@ -193,7 +193,7 @@ def test_strategies_are_forked_and_others_are_refused() -> None:
 @pytest.mark.light
 def test_refusals_are_recognised_in_a_ranks_output() -> None:
     error = ConfigurationError("self.model.update: why; remedy")
-    match = runs.REFUSAL.search(f"Traceback\n{''.join(traceback.format_exception_only(error))}")
+    match = REFUSAL.search(f"Traceback\n{''.join(traceback.format_exception_only(error))}")
     assert match is not None
     assert match[1].strip() == "self.model.update: why; remedy"
 

@@ -238,9 +238,12 @@ class VerifyOptions:
 
     Attributes:
         steps: Number of optimizer steps of each run.
+        precision: Precision of both runs, as Lightning names it. In lower precisions than float64, the errors of
+            rounding are measured on one device.
     """
 
     steps: int = 8
+    precision: Literal["64-true", "32-true", "bf16-mixed", "16-mixed"] = "64-true"
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -1,0 +1,170 @@
+"""Compare the run under a strategy with the run on one device, and find the cause of a difference."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cnnstrategies.runtime.processes import temporary_folder
+from cnnstrategies.verifying.batches import Precision, same_batches, samples
+from cnnstrategies.verifying.causes import likely_cause
+from cnnstrategies.verifying.first_difference import LEAST, TraceComparison
+from cnnstrategies.verifying.forked_runs import Train, TrainingError, train_both, train_with_noise
+from cnnstrategies.verifying.recorder import END, RunRole
+from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of, tolerance_of
+
+EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
+
+
+def verdict_of(train: Train, precision: Precision) -> Verdict:
+    """Run the training under the strategy and on one device, compare the runs, and return the verdict.
+
+    Args:
+        train: Function that trains the module in one of the two roles.
+        precision: Precision of the runs. If the training fails in float64, float32 is tried.
+    """
+    notes: list[str] = []
+    with temporary_folder("cnnstrategies_verify_") as folder:
+        try:
+            reference, tested = train_both(train, Path(folder, precision), precision)
+        except TrainingError as error:
+            if precision != "64-true":
+                raise
+            precision = "32-true"
+            reference, tested = train_both(train, Path(folder, precision), precision)
+            reason = (EXCEPTION.findall(str(error)) or str(error).splitlines())[-1]
+            notes.append(f"compared in float32, which is less precise, because the run in float64 failed: {reason}")
+        noisy = [] if precision == "64-true" else train_with_noise(train, Path(folder, precision), tested)
+        reference_notes, tested_notes = reference.notes, tested.notes
+        rows = _rows(reference, tested, noisy, END)
+        notes += reference_notes["turned off"]
+        if not all(row.equal for row in rows):
+            notes += _explanation(train, Path(folder, "every step"), noisy, reference_notes, tested_notes, precision)
+        rows += [_steps(reference_notes, tested_notes, tested), _logged(reference_notes, tested_notes, noisy)]
+    return Verdict(tuple(rows), tuple(notes))
+
+
+def _pointed(train: Train, folder: Path, reference: RunRole, tested: RunRole) -> list[str]:
+    """Return lines for the user: the first value that differs by the runs' traces, and its likely cause.
+
+    The list is empty if the traces show no difference.
+    """
+    comparison = TraceComparison(
+        reference.traces()[0],
+        tested.traces(),
+        [trace for role in train_with_noise(train, folder, tested) for trace in role.traces()],
+        tested.notes["ranks per batch"],
+        LEAST[reference.precision],
+    )
+    difference = comparison.first()
+    if difference is None:
+        return []
+    return [str(difference), f"likely cause: {likely_cause(difference, comparison)}"]
+
+
+def _rows(reference: RunRole, tested: RunRole, noisy: Sequence[RunRole], file: str) -> list[ComparedRow]:
+    files = [role.folder / file for role in (reference, tested, *noisy)]
+    return compared(files[0], files[1], files[2:], reference.notes["parameters"], reference.precision)
+
+
+def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> ComparedRow:
+    """Return the verdict's row with the number of steps and the number of samples.
+
+    Args:
+        reference: Notes of the run on one device.
+        tested: Notes of the run under the strategy.
+        run: The run under the strategy, whose batches are counted.
+    """
+    loaded = [samples(file.parent) for file in run.folder.glob("*/0.pt")]
+    count, different = sum(count for count, _ in loaded), len(set().union(*(seen for _, seen in loaded)))
+    text = f"{tested['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
+    text += f"{tested['devices']} processes; {reference['changed']} weights have changed"
+    missing, size = run.left_out(reference["whole"]) or (0, 0)
+    if missing:
+        text += f"; an epoch leaves out {missing} of {size} samples, because the loader gives them to other processes"
+    repeated = _repetition(run, reference["whole"], len(loaded))
+    text += repeated
+    if reference["steps"] != tested["steps"]:
+        text += f"; one device has made {reference['steps']} steps on them"
+    equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not missing and not repeated
+    return ComparedRow("steps", text, equal)
+
+
+def _repetition(run: RunRole, whole: int | None, processes: int) -> str:
+    """Return a text for the user if several processes load the same samples; otherwise an empty text.
+
+    One device trains on the ranks' batches, so without this test a run whose processes all load the same samples would
+    be equal to one device.
+
+    Args:
+        run: The run under the strategy.
+        whole: Number of samples that one process loads in an epoch; None if the number is not known.
+        processes: Number of processes that load samples.
+    """
+    remedy = "leave trainer.use_distributed_sampler on, or give the loader a sampler for each process"
+    if ranks := same_batches([file.parent for file in run.folder.glob("*/0.pt")]):
+        return f"; processes {ranks[0]} and {ranks[1]} load the same batches: {remedy}"
+    loaded = run.loaded_in_an_epoch()
+    if processes > 1 and whole and loaded is not None and loaded >= 2 * whole:
+        return f"; an epoch loads {loaded} samples, and {whole} in one process: {remedy}"
+    return ""
+
+
+def _logged(reference: dict[str, Any], tested: dict[str, Any], noisy: Sequence[RunRole]) -> ComparedRow:
+    """Return the verdict's row for the logged values.
+
+    Values that are logged without a reduction over the ranks cover only the batches of rank 0, so they may differ from
+    the values of the run on one device. The row lists the names of such values, but they do not make the runs unequal.
+    """
+    # Lightning's logged values and torchmetrics are in float32.
+    tolerance = tolerance_of("32-true", reference["logged"], [role.notes["logged"] for role in noisy])
+    unreduced = {name for name in tested["unreduced"] if name in reference["logged"] and tested["devices"] > 1}
+    reduced = [
+        {name: value for name, value in notes["logged"].items() if name not in unreduced}
+        for notes in (reference, tested)
+    ]
+    row = row_of("logged", list(differences(reduced[0], reduced[1], tolerance)))
+    all_values = differences(reference["logged"], tested["logged"], tolerance)
+    named = sorted({difference.name for difference in all_values if not difference.is_equal} & unreduced)
+    text = f"; not compared, because they cover only rank 0's batches: {', '.join(named)} (set sync_dist=True)"
+    text = text if named else ""
+    return ComparedRow(row.name, row.text + text, row.equal)
+
+
+def _explanation(
+    train: Train,
+    folder: Path,
+    noisy: Sequence[RunRole],
+    reference_notes: dict[str, Any],
+    tested_notes: dict[str, Any],
+    precision: Precision,
+) -> list[str]:
+    """Repeat both runs with traces and with a checkpoint after each step, to find the first difference.
+
+    Returns:
+        Lines for the user: the first difference, and possible causes.
+    """
+    causes = [f"unlike one device: {line}" for line in tested_notes["unlike one device"]]
+    if reference_notes["draws"]:
+        causes.append(
+            "the training step or a batch hook draws random numbers (as for mixup), and each process draws different "
+            "numbers"
+        )
+    reference, tested = train_both(train, folder, precision, every_step=True)
+    if pointed := _pointed(train, folder, reference, tested):
+        return [*pointed, *causes]
+    for step in itertools.count(1):
+        file = f"step-{step}.ckpt"
+        if not (reference.folder / file).exists() or not (tested.folder / file).exists():
+            break
+        for row in _rows(reference, tested, [], file):
+            if not row.equal:
+                return [f"first difference after step {step}: {row.name}: {row.text}", *causes]
+    if all(row.equal for row in _rows(reference, tested, noisy, END)):
+        return [
+            "with a checkpoint after each step the runs are equal: without checkpoints, weights are used before they "
+            "have arrived",
+            *causes,
+        ]
+    return ["first difference after the last step", *causes]
