@@ -146,7 +146,11 @@ def _simulate_cuda(devices: int) -> None:
     def put_state(state: Tensor, *_: Any) -> None:
         generator.set_state(state)
 
+    def set_sync_debug_mode(mode: int | str) -> None:
+        DEVICE.sync_debug_mode = mode
+
     replaced = {
+        "set_sync_debug_mode": set_sync_debug_mode,
         "_initialized": True,
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,

@@ -107,6 +107,7 @@ class Device:
         pinned: By address: tensors in pinned memory. They are kept so that no other memory gets the address.
         streams: All streams; the first stream computes.
         stream: The current stream.
+        sync_debug_mode: What a wait of the host does: "error" raises an error; see `torch.cuda.set_sync_debug_mode`.
         messages: Messages of this rank's host and device, and waits of the host, in the order of the program.
     """
 
@@ -118,10 +119,13 @@ class Device:
         self.random = torch.Generator().manual_seed(0).get_state()
         self.pinned: dict[int, Tensor] = {}
         self.streams: list[Stream] = []
+        self.sync_debug_mode: int | str = "default"
         self.messages: list[Message] = []
 
     def wait(self, cause: str) -> None:
         """Count that the host waits, with the line of the package or of the test that causes it."""
+        if self.sync_debug_mode == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation: {cause}")
         frame = sys._getframe(1)
         inner = outer = None
         while frame is not None:
@@ -358,6 +362,9 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     device = None if device is None else torch.device(device)
     if func.namespace == "c10d":
         return _COLLECTIVE[0](func, args, kwargs)
+    if func.overloadpacket is aten.to:  # Below autograd, torch has not replaced it by `_to_copy` yet.
+        with GpuMode():
+            return func.decompose(*args, **kwargs)
     if func is aten._pin_memory.default or kwargs.get("pin_memory"):
         made = args[0].clone() if func is aten._pin_memory.default else func(*args, **{**kwargs, "pin_memory": False})
         return _pin(made)

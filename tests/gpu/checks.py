@@ -6,6 +6,7 @@ Each check yields descriptions of what it has tried with the results, and raises
 import csv
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -143,7 +144,8 @@ def one_card() -> Rows:
         cases: list[tuple[int, str, dict[str, Any]]] = [
             (2, "ddp", {}),
             (2, "ddp_balanced", {}),
-            (2, "spatial", {}),
+            (3, "spatial", {"parts": 3}),
+            (4, "spatial", {"parts": 2}),
             *((2, name, {}) for name in COMPRESSED),
             (2, "parameter_server", {}),
             *((2, "parameter_server", {"mode": mode}) for mode in OWN_STEPS),
@@ -157,6 +159,21 @@ def one_card() -> Rows:
         cases += [(2, "parameter_server", {"precision": "16-mixed"})] if ON_GPU else []  # Needs a GPU.
         with ThreadPoolExecutor(4 if ON_GPU else 1) as pool:
             yield from pool.map(lambda case: _compared(alone, *case), cases)
+
+
+def divided() -> Rows:
+    """Check that ranks on one card with parts of the images learn the weights of one process, over NCCL in float64.
+
+    The network has batch normalisation, whose statistics are those of the whole images.
+    """
+    options: dict[str, Any] = {"batch_norm": True, "channels_last": True, "accumulate": 2, "clip": 0.5}
+    with tempfile.TemporaryDirectory() as folder:
+        alone = _ranks(1, "auto", folder, **options)
+    cases: list[dict[str, Any]] = [{**options, "parts": 2}, {**options, "parts": 3}]
+    cases += [{"batch_norm": True, "parts": 2, "precision": "bf16-mixed", "no_waits": True}]
+    cases += [{**options, "parts": 2, "precision": "16-mixed"}] if ON_GPU else []  # Needs a GPU.
+    with ThreadPoolExecutor(4 if ON_GPU else 1) as pool:
+        yield from pool.map(lambda case: _compared(alone, case["parts"], "spatial", case), cases)
 
 
 def accumulated() -> Rows:
@@ -173,7 +190,8 @@ def accumulated() -> Rows:
 
 
 def _compared(alone: dict[str, torch.Tensor], ranks: int, strategy: str, options: dict[str, Any]) -> tuple[str, str]:
-    description = f"{ranks} ranks on one card, {' '.join([strategy, *map(str, options.values())])}"
+    texts = [name if value is True else str(value) for name, value in options.items()]
+    description = f"{ranks} ranks on one card, {' '.join([strategy, *texts])}"
     with tempfile.TemporaryDirectory() as folder:
         learned = _ranks(ranks, strategy, folder, **options)
     if "precision" in options:
@@ -189,7 +207,7 @@ def _apart(
 
     The default of the limit allows rounding in float64.
     """
-    apart = max(float((learned[name] - value).abs().max()) for name, value in alone.items())
+    apart = max(float((learned[name] - value).double().abs().max()) for name, value in alone.items())
     assert apart < limit, f"{description}: {apart} away from one process"
     return apart
 
@@ -250,16 +268,21 @@ def _peak(rank: int, predicted: int, real: int) -> str:
 
 
 def lost() -> Rows:
-    """Check that the other ranks soon name a rank that is killed under NCCL."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LOST"] = f"{folder}/lost"
-        (code, text), _ = _ended(2, "hybrid_pipeline", folder, lost=True, replicas=[1, 1], cuts=["layer2"])
-        took = time.time() - float(Path(os.environ["LOST"]).read_text())
-    named = [line for line in text.splitlines() if "PeerError" in line and "(rank 1)" in line]
-    assert named, text[-3000:]
-    assert code, "rank 0 has ended without an error"
-    assert took < 120, f"{took:.0f} s"
-    yield "2 ranks on one card, hybrid_pipeline [1, 1], rank 1 is killed", f"{named[-1]} (ended after {took:.1f} s)"
+    """Check that the other ranks soon say that a rank is killed under NCCL, and name the rank in a pipeline."""
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("hybrid_pipeline [1, 1]", "PeerError: .*(rank 1)", {"replicas": [1, 1], "cuts": ["layer2"]}),
+        ("spatial", "DivergedError: rank 0 waits in ", {"parts": 2}),
+    ]
+    for name, pattern, options in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["LOST"] = f"{folder}/lost"
+            (code, text), _ = _ended(2, name.partition(" ")[0], folder, lost=True, **options)
+            took = time.time() - float(Path(os.environ["LOST"]).read_text())
+        named = [line for line in text.splitlines() if re.search(pattern, line)]
+        assert named, text[-3000:]
+        assert code, "rank 0 has ended without an error"
+        assert took < 120, f"{took:.0f} s"
+        yield f"2 ranks on one card, {name}, rank 1 is killed", f"{named[-1]} (ended after {took:.1f} s)"
 
 
 def _ranks(ranks: int, strategy: str, folder: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -305,7 +328,7 @@ def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple
 
 
 # Checks that may run at the same time, because they measure no times.
-TOGETHER = (staging, fits, waits, one_card, accumulated, own_stage, compiled, peaks, lost)
+TOGETHER = (staging, fits, waits, one_card, divided, accumulated, own_stage, compiled, peaks, lost)
 ALONE = (speed, several)
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
-from cnnstrategies.strategies.predicted_memory import predicted_peaks
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
+from cnnstrategies.strategies.predicted_memory import predicted_memory
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
 LOST_AT = 3  # Step in which the check `lost` kills a rank.
@@ -62,7 +62,7 @@ class Peaks(Callback):
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Predict the peak of a step."""
-        peaks = predicted_peaks(trainer, BATCH // trainer.world_size)
+        peaks = predicted_memory(trainer, BATCH // trainer.world_size).peaks
         self.predicted = peaks[trainer.global_rank].total if peaks else 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -107,9 +107,10 @@ class Lost(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def network() -> nn.Module:
-    """Return a ResNet-18 with group normalisation, whose results do not depend on the division of a batch."""
-    return torchvision.models.resnet18(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(8, channels))
+def network(batch_norm: bool = False) -> nn.Module:
+    """Return a ResNet-18. With group normalisation, its results do not depend on the division of a batch."""
+    norm = nn.BatchNorm2d if batch_norm else lambda channels: nn.GroupNorm(8, channels)
+    return torchvision.models.resnet18(num_classes=10, norm_layer=norm)
 
 
 def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -122,7 +123,13 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
     callbacks: list[Callback] = [NoWaits()] if options.get("no_waits") else []
     callbacks += [Lost()] if options.get("lost") else []
     callbacks += [Peaks(options["peaks"])] if "peaks" in options else []
-    module: LightningModule = ImageClassifier(network(), 10, SGD, compile_backend=options.get("compile"))
+    module: LightningModule = ImageClassifier(
+        network(options.get("batch_norm", False)),
+        10,
+        SGD,
+        compile_backend=options.get("compile"),
+        channels_last=options.get("channels_last", False),
+    )
     if "held" in options:
         module = InTurn()
         callbacks.append(Held(options["held"]))
@@ -138,8 +145,10 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
     )
     data = TensorDataset(images, targets)
     rank = int(os.environ.get("NODE_RANK", "0"))
-    # Lightning's own sampler would shuffle. In a pipeline only ranks of the first stage load data.
-    sampler = DistributedSampler(data, shards, rank if rank < shards else 0, shuffle=False)
+    # Lightning's own sampler would shuffle. In a pipeline only ranks of the first stage load data, and one rank of each
+    # group has the data of the group.
+    shard = rank * shards // ranks if isinstance(strategy, SpatialStrategy) else rank
+    sampler = DistributedSampler(data, shards, shard if shard < shards else 0, shuffle=False)
     loader = DataLoader(data, BATCH // shards, sampler=sampler, pin_memory=ON_GPU)
     trainer.fit(module, loader)
     if "held" in options:
@@ -148,21 +157,28 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
     return {name: value.cpu() for name, value in whole.items()}
 
 
+def strategy_of(name: str, ranks: int, options: dict[str, Any]) -> tuple[Any, int, int]:
+    """Return the strategy, the number of ranks, and the number of shards into which the data are divided."""
+    if name == "hybrid_pipeline":
+        replicas, schedule = options["replicas"], options.get("schedule", "1f1b")
+        pipeline = HybridPipelineStrategy(
+            replicas=replicas, schedule=schedule, cuts=options.get("cuts"), microbatches=4
+        )
+        return pipeline, ranks, replicas[0]
+    if name == "spatial":
+        parts = options.get("parts", 2)
+        return SpatialStrategy(parts=parts, timeout=60.0), ranks, ranks // parts
+    if name == "parameter_server":
+        # A rehearsal may be slow.
+        return ParameterServerStrategy(mode=options.get("mode", "sync"), timeout=60.0), ranks, ranks
+    return name, ranks, ranks
+
+
 def main() -> None:
     """Train one rank; the arguments are the strategy, its options in JSON, and the file for rank 0's weights."""
     name, options, file = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
     ranks = int(os.environ.get("RANKS", "1"))
-    strategy: Any = name
-    shards = ranks
-    if name == "hybrid_pipeline":
-        replicas = options["replicas"]
-        shards = replicas[0]
-        strategy = HybridPipelineStrategy(
-            replicas=replicas, schedule=options.get("schedule", "1f1b"), cuts=options.get("cuts"), microbatches=4
-        )
-    elif name == "parameter_server":
-        strategy = ParameterServerStrategy(mode=options.get("mode", "sync"), timeout=60.0)  # A rehearsal may be slow.
-    learned = train(strategy, ranks, shards, options)
+    learned = train(*strategy_of(name, ranks, options), options)
     if os.environ.get("NODE_RANK", "0") == "0":
         torch.save(learned, file)
 
