@@ -1,7 +1,7 @@
 """The parts of tensors on all ranks: rows are handed out, fetched from other ranks, and gathered."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -56,7 +56,8 @@ class SpatialParts:
     Attributes:
         rank: This rank.
         count: Number of ranks.
-        gathers: By operation and line of the program, what was gathered because there is not a rule for the operation.
+        gathers: By operation and line of the program, what was gathered because an operation needs all rows. The line
+            is empty for gradients of parameters.
         sent_bytes: Bytes that this rank has sent to other ranks, apart from sums.
         operation: The operation that runs, for error messages.
         describe: Function that returns a text that names a rank, for error messages.
@@ -177,15 +178,21 @@ class SpatialParts:
     def _has_few_rows(self, layout: RowLayout) -> bool:
         return self.count > 1 and layout.size < 2 * self.count
 
-    def gather(self, tensor: Tensor, why: str) -> Tensor:
-        """Return a tensor with all rows on all ranks, and record the operation that needs them."""
+    def gather(self, tensor: Tensor, why: str, place: str | None = None) -> Tensor:
+        """Return a tensor with all rows on all ranks, and record the operation that needs them.
+
+        Args:
+            tensor: The tensor.
+            why: Name of the operation.
+            place: Line of the program that needs the rows; by default the line that runs, and "" for none.
+        """
         if not isinstance(tensor, RowsTensor):
             return tensor
         if tensor.row_layout is None:
             return tensor.rows
         layout, self.operation = tensor.row_layout, why
         whole = self._gathered(tensor.rows, layout)
-        record = self.gathers[why, call_site()]
+        record = self.gathers[why, call_site() if place is None else place]
         record.calls += 1
         record.received_bytes += whole.nbytes - tensor.rows.nbytes
         # The dimensions have the same order in memory as on one device: the order of random numbers depends on it.
@@ -193,11 +200,15 @@ class SpatialParts:
         order = sorted(range(whole.dim()), key=lambda dimension: -strides[dimension])
         return whole.permute(order).contiguous().permute([order.index(dimension) for dimension in range(whole.dim())])
 
-    def plain_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Give plain gradients to parameters whose gradients are divided, such as those of position embeddings."""
-        for parameter in parameters:
+    def plain_gradients(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Give plain gradients to parameters whose gradients are divided, such as those of position embeddings.
+
+        Args:
+            named_parameters: Parameters with their names, for the records of what was gathered.
+        """
+        for name, parameter in named_parameters:
             if isinstance(parameter.grad, RowsTensor):
-                parameter.grad = self.gather(parameter.grad, "the gradient of a parameter")
+                parameter.grad = self.gather(parameter.grad, f"the gradient of {name}", "")
 
     # Parts of tensors, for the rules.
 

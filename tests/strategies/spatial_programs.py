@@ -1,7 +1,9 @@
 """Programs that train, validate, test and predict with divided images, for comparisons with one process."""
 
+import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
@@ -13,12 +15,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import quiet_trainer
+from conftest import ROOT, quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from spatial_networks import ResNet, UNet
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
@@ -75,20 +77,44 @@ def images_with(maps: bool) -> TensorDataset:
     return TensorDataset(images, torch.randint(CLASSES, size, generator=generator))
 
 
+def images_of_classes() -> TensorDataset:
+    return images_with(False)
+
+
+def images_with_maps() -> TensorDataset:
+    return images_with(True)
+
+
+def volumes() -> Any:
+    """Return the recipe for volumes in the documentation, as a module of Python."""
+    sys.path.insert(0, str(ROOT / "docs/examples"))
+    try:
+        return importlib.import_module("volumes")
+    finally:
+        sys.path.pop(0)
+
+
+def volume_segmenter() -> LightningModule:
+    """Return the recipe's module for small volumes, with dropout before it."""
+    module = volumes().VolumeSegmenter(widths=(2, 4, 8))
+    module.network = nn.Sequential(nn.Dropout3d(0.2), nn.Dropout(0.1), module.network)
+    return module
+
+
 @dataclass(frozen=True)
 class Program:
     """A program.
 
     Attributes:
         module: Function that makes the module.
-        maps: Whether each pixel has a class.
+        data: Function that makes the data set.
         trainer: Options of the trainer.
         then: Methods of the trainer that follow ``fit``.
         seed: Seed of the run as Lightning's `seed_everything` stores it; None for none.
     """
 
     module: Callable[[], LightningModule]
-    maps: bool = False
+    data: Callable[[], Dataset[Any]] = images_of_classes
     trainer: dict[str, Any] = field(default_factory=dict)
     then: tuple[str, ...] = ()
     seed: str | None = None
@@ -98,7 +124,7 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 PROGRAMS = {
     "own classifier": Program(lambda: OwnModule(ResNet(classes=CLASSES)), then=("test", "predict")),
     "own segmenter": Program(
-        lambda: OwnModule(UNet("transposed", classes=CLASSES)), True,
+        lambda: OwnModule(UNet("transposed", classes=CLASSES)), images_with_maps,
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}, ("predict",),
     ),
     "classifier": Program(
@@ -108,9 +134,10 @@ PROGRAMS = {
         then=("validate",), seed="3",
     ),
     "segmenter": Program(
-        lambda: ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD, channels_last=True), True,
-        {"callbacks": [WeightAveraging()]},
+        lambda: ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD, channels_last=True),
+        images_with_maps, {"callbacks": [WeightAveraging()]},
     ),
+    "volumes": Program(volume_segmenter, lambda: volumes().Balls(0, 4, 17)),
 }  # fmt: skip
 
 
@@ -119,12 +146,12 @@ def train(program: Program, strategy: Any, devices: int) -> dict[str, Tensor]:
     torch.manual_seed(2)
     module = program.module()
     trainer = quiet_trainer(strategy, devices, max_epochs=1, log_every_n_steps=1, **program.trainer)
-    data = images_with(program.maps)
+    data = program.data()
     with patch.dict(os.environ, {} if program.seed is None else {"PL_GLOBAL_SEED": program.seed}):
         trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
     result = {f"state {name}": value.detach().clone() for name, value in module.state_dict().items()}
     for index, state in trainer.optimizers[0].state_dict()["state"].items():
-        result[f"momentum {index}"] = state["momentum_buffer"].clone()
+        result |= {f"{name} {index}": value.clone() for name, value in state.items() if value is not None}
     result |= {f"logged {name}": torch.as_tensor(value) for name, value in trainer.callback_metrics.items()}
     for name in program.then:
         returned = getattr(trainer, name)(

@@ -102,7 +102,7 @@ def test_two_parts_train_as_one_process() -> None:
 
 
 def test_groups_train_as_ddp() -> None:
-    names = "own classifier", "classifier"
+    names = "own classifier", "classifier", "volumes"
     reports = run_ranks(4, train_all, two_parts, 4, names)
     expected = run_ranks(2, train_all, ddp, 2, names)
     for rank, report in enumerate(reports):
@@ -254,12 +254,17 @@ def test_the_line_about_the_first_step_names_operations_that_needed_all_rows() -
         before = parts.sent_bytes
         parts.gathers.clear()
         images.sort(-2)
+        embedding = nn.Parameter(torch.ones(1, 1, 4, 1))
+        (images * embedding).sum().backward()
+        parts.plain_gradients([("embedding", embedding)])
+        assert type(embedding.grad) is Tensor
         return describe_costs(parts, before, describe_rows({"images": [torch.ones(1), images]}))
 
     for text in on_parts(2, main):
         assert re.fullmatch(
             r"spatial: in the first step, this rank has had 2 of 4 rows \(height\), has sent 2.0 MB of rows to other "
-            r"ranks, and has received all rows for sort at .*test_spatial.py:\d+ \(2.0 MB\)",
+            r"ranks, and has received all rows for sort at .*test_spatial.py:\d+ \(2.0 MB\), the gradient of embedding "
+            r"\(0.0 MB\)",
             text,
         ), text
 

@@ -37,7 +37,7 @@ def describe_costs(parts: SpatialParts, sent_before: int, rows: str) -> str:
     if not gathers:
         return f"{text}, and no operation needed all rows"
     listed = [
-        f"{operation} at {place} ({record.received_bytes / 1e6:,.1f} MB)"
+        f"{operation}{f' at {place}' * bool(place)} ({record.received_bytes / 1e6:,.1f} MB)"
         for (operation, place), record in gathers[:MOST]
     ]
     rest = f", and {len(gathers) - MOST} more" if len(gathers) > MOST else ""

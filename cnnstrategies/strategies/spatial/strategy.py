@@ -251,7 +251,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         """Average the gradients over the groups. In a group, all ranks have the gradients of the whole images."""
         super().post_backward(closure_loss)
         parameters = list(self._module.parameters())
-        self._ranks.parts.plain_gradients(parameters)
+        self._ranks.parts.plain_gradients(self._module.named_parameters())
         if not self._accumulates:
             average_gradients(parameters, self._ranks.counterparts, self._ranks.cpu_counterparts)
 
@@ -278,7 +278,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         # In manual optimization, the user's code may have written gradients that are divided.
-        self._ranks.parts.plain_gradients(list(self._module.parameters()))
+        self._ranks.parts.plain_gradients(self._module.named_parameters())
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # Collectives
