@@ -41,12 +41,13 @@ NEEDED = {
     "experiments/folder_unet_segmentation_gpu": ["--data.init_args.root=masks", *TWO],
     "experiments/imagenet_resnet50_ddp_8gpu": [*IMAGES, *TWO_OF_TORCHVISION],
     "experiments/imagenet_resnet50_recipe_8gpu": [*IMAGES, *TWO_OF_TORCHVISION],
+    "experiments/synthetic_unet_spatial_2parts": ["--data.init_args.image_size=64", "--data.init_args.num_samples=20"],
     "model/resnet20": ["--data=CIFAR10DataModule"],
     **{f"model/{name}": ["--data=SyntheticDataModule"] for name in ("timm_convnext", "torchvision_resnet50")},
     **{f"model/torchvision_{name}": ["--data=SyntheticDataModule"] for name in ("alexnet", "vgg16")},
     "strategy/hybrid_pipeline_uneven": ["--data.init_args.global_batch_size=60"],
 }
-FORKED = ("diloco", "slow_link", "elastic", "parameter_server")
+FORKED = ("diloco", "slow_link", "elastic", "parameter_server", "spatial")
 
 
 def is_whole(file: str) -> bool:
@@ -77,8 +78,9 @@ MADE = {
 }
 
 
-LARGE = [(file,) for file in FILES if file.startswith(("experiments/synthetic_", "model/timm", "model/torchvision"))]
-HERE_TRAINED = [file for file in FILES if "/digits_" in file]
+HERE_TRAINED = [file for file in FILES if "/digits_" in file or "_spatial_" in file]
+SYNTHETIC = ("experiments/synthetic_", "model/timm", "model/torchvision")
+LARGE = [(file,) for file in FILES if file.startswith(SYNTHETIC) and file not in HERE_TRAINED]
 WHOLE = [(file,) for file in FILES if is_whole(file) and (file,) not in LARGE and file not in HERE_TRAINED]
 STRATEGIES = [file for file in FILES if file.startswith("strategy/") and file != "strategy/fsdp"]
 OTHERS = [file for file in FILES if not is_whole(file) and not file.startswith("strategy/") and (file,) not in LARGE]

@@ -4,8 +4,10 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import ROOT
 from ports import free_port
@@ -41,3 +43,16 @@ def test_parameter_server_with_plain_torch(capfd):
         losses = [float(loss) for loss in re.findall(rf"worker {worker}, step \d+: loss (\d+\.\d+)", output)]
         assert len(losses) == 4
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.cluster
+@pytest.mark.warm
+def test_volumes_are_segmented_in_two_parts(run_cli, tmp_path):
+    """The files are in the current directory, as on a user's machine."""
+    for name in ("volumes.py", "volumes.yaml"):
+        shutil.copy2(ROOT / "docs/examples" / name, tmp_path)
+    small = ["--data.init_args.size=16", "--data.init_args.volumes=4", "--trainer.max_epochs=1"]
+    code, output = run_cli("fit", "--config=volumes.yaml", *small, "--trainer.strategy.init_args.start_method=fork")
+    assert code == 0, output
+    assert "val_dice" in output
+    assert re.search(r"this rank has had 8 of 16 rows \(depth\), .*, and no operation needed all rows", output)

@@ -13,6 +13,7 @@ from cnnstrategies.data.small_sets import (
     MNISTDataModule,
     SyntheticDataModule,
 )
+from cnnstrategies.data.synthetic_masks import SyntheticSegmentationDataModule
 
 __all__ = [
     "CIFAR10DataModule",
@@ -26,4 +27,5 @@ __all__ = [
     "SegmentationFolderDataModule",
     "ShardedImageDataModule",
     "SyntheticDataModule",
+    "SyntheticSegmentationDataModule",
 ]

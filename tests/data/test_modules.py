@@ -18,6 +18,7 @@ from cnnstrategies.data import (
     ImageFolderDataModule,
     MNISTDataModule,
     SyntheticDataModule,
+    SyntheticSegmentationDataModule,
 )
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.small_sets import tensors
@@ -54,6 +55,22 @@ def test_synthetic_images_follow_the_seed_and_can_be_learned():
     assert not torch.equal(images, other)
     first, near, far = images.float()
     assert 0 < (first - near).square().mean() < (first - far).square().mean()
+
+
+def test_synthetic_masks_fit_their_images_and_follow_the_seed():
+    options = {"num_samples": 20, "num_classes": 3, "image_size": 40, "channels": 2}
+    data, same, other = (set_up(SyntheticSegmentationDataModule(seed=seed, **options)) for seed in (0, 0, 1))
+    images, masks = data.train_source.fetch([0, 7])
+    assert (images.shape, images.dtype, masks.shape) == ((2, 2, 40, 40), torch.uint8, (2, 40, 40))
+    assert masks.unique().tolist() == [0, 1, 2]
+    assert torch.equal(same.train_source.fetch([0, 7])[1], masks)
+    assert not torch.equal(other.train_source.fetch([0, 7])[1], masks)
+    assert not torch.equal(data.val_source.fetch([0])[1], masks[:1])
+    for kind in range(3):  # The noise adds 0 to 127.
+        rest = images.movedim(1, -1)[masks == kind].int() - data.train_source.colours[kind].int()
+        assert rest.min() >= 0
+        assert 60 < rest.float().mean() < 67
+        assert rest.max() < 128
 
 
 def test_a_failed_download_names_data_set_directory_and_remedy(tmp_path, monkeypatch):
