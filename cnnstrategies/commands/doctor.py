@@ -12,7 +12,7 @@ from cnnstrategies.cluster.environment import find_place
 from cnnstrategies.cluster.launchers import start_programs
 from cnnstrategies.commands.arguments.options import DoctorOptions
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.devices import described
 from cnnstrategies.quantities import seconds
 
@@ -51,6 +51,8 @@ def main(options: DoctorOptions) -> None:
         )
     elif not problems:
         print(f"No problems: all {len(hosts)} hosts have the same versions, reach each other and share {directory}")
+    for line in costs_of_messages(hosts):
+        print(line)
     print(f'To plan for these devices: cnnstrategies plan --config YOURS --have "{owned(hosts)}"')
     sys.exit(1 if problems else 0)
 
@@ -95,6 +97,21 @@ def links_table(hosts: Sequence[HostReport]) -> Table:
         for node, round_trip, bandwidth in sorted(host.links):
             table.add_row(host.name, hosts[node].name, f"{1e3 * round_trip:.2f}", f"{8e-6 * bandwidth:,.0f}")
     return table
+
+
+def costs_of_messages(hosts: Sequence[HostReport]) -> list[str]:
+    """Return lines about the cost of messages over the slowest connections; none if no connection was measured."""
+    links = [(round_trip, bandwidth) for host in hosts for _, round_trip, bandwidth in host.links]
+    if not links:
+        return []
+    latency, bandwidth = 1e3 * max(links)[0] / 2, 8e-6 * min(bandwidth for _, bandwidth in links)
+    return [
+        f"A message between hosts takes at least {digits(latency)} ms. Under spatial with parts of an image on several "
+        f"hosts, a step waits for messages in most layers, in forward and backward: 100 of them take at least "
+        f"{digits(100 * latency)} ms",
+        f"To plan over these connections: cnnstrategies plan --config YOURS --bandwidth {bandwidth:.0f} --latency "
+        f"{digits(latency)}",
+    ]
 
 
 def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:

@@ -15,7 +15,7 @@ from ports import free_port
 
 from cnnstrategies.cli import main
 from cnnstrategies.cluster import doctor
-from cnnstrategies.cluster.doctor import examine_alone
+from cnnstrategies.cluster.doctor import HostReport, examine_alone
 from cnnstrategies.commands import doctor as command
 from cnnstrategies.planning.devices import read_devices
 from cnnstrategies.runtime.host_memory import host_memory
@@ -47,6 +47,7 @@ def test_the_doctor_names_differences_and_faults_of_hosts(tmp_path: Path, monkey
     assert (code, second) == (0, 0), output
     assert f"No problems: all 2 hosts have the same versions, reach each other and share {tmp_path}" in output
     assert re.search(r"1 beta +│ 10\.77\.9\.2 │ wire", output), output
+    assert re.search(r"plan --config YOURS --bandwidth \d+ --latency [\d.]+\n", output), output
     assert not list(tmp_path.glob(".cnnstrategies-doctor*"))
     (tmp_path / "beta").mkdir()
     (tmp_path / "shared").mkdir()
@@ -89,3 +90,15 @@ def test_without_other_hosts_the_doctor_checks_this_machine(
     assert (little, alone) == (1, 1)
     assert re.search("problem: .* check that rank 0 was started", alone_output), alone_output
     assert (f"torch {torch.__version__} cannot use the 1 GPU" in output) != torch.cuda.is_available()
+
+
+def test_the_cost_of_messages_is_that_of_the_slowest_connections() -> None:
+    hosts = [
+        HostReport("alpha", {}, [], links=[(1, 0.0004, 2.5e7)]),
+        HostReport("beta", {}, [], links=[(0, 0.0006, 5e7)]),
+    ]
+    spatial, plan = command.costs_of_messages(hosts)
+    assert spatial.startswith("A message between hosts takes at least 0.3 ms. Under spatial with parts of an image on")
+    assert spatial.endswith("100 of them take at least 30 ms")
+    assert plan.endswith("cnnstrategies plan --config YOURS --bandwidth 200 --latency 0.3")
+    assert command.costs_of_messages([HostReport("alpha", {}, [])]) == []
