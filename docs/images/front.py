@@ -200,6 +200,7 @@ def results(narrow: bool) -> Figure:
 
 
 QUESTIONS = (
+    ("Do the activations of one image fit on one device?", "no", "spatial"),
     ("Does the network fit on one device?", "no", "hybrid_pipeline, or fsdp on GPUs"),
     ("Do all workers stay until the end?", "no", "parameter_server_async"),
     ("Are they equally fast?", "no", "ddp_balanced"),
@@ -214,7 +215,7 @@ def choose(narrow: bool) -> Figure:
     rows = len(QUESTIONS)
     step, gap = (2.0, 0.95) if narrow else (1.0, 0.0)  # from question to question, and from one to its answer
     middle, right = (4.6, 3.0) if narrow else (2.4, 6.5)
-    figure = Figure(figsize=(NARROW, 6.7) if narrow else (WIDE, 4.3), facecolor="none", layout="constrained")
+    figure = Figure(figsize=(NARROW, 7.9) if narrow else (WIDE, 5.0), facecolor="none", layout="constrained")
     axis = figure.subplots()
     end = rows * step + (0.1 if narrow else 0.2)
     axis.set(xlim=(0, 10), ylim=(end + 0.55, -0.5))
@@ -250,18 +251,21 @@ def _style(axis: object) -> None:
         spine.set_color(TEXT)
 
 
+def write(figure: Figure, name: str) -> None:
+    """Write a figure as an SVG file beside this file, with text in the colour of the page's theme."""
+    FigureCanvasSVG(figure)
+    drawn = StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None}, transparent=True)
+    text = re.sub(f"(?<=[: ]){TEXT}", f"var(--ink, {TEXT})", drawn.getvalue())
+    Path(__file__).with_name(f"{name}.svg").write_text(text.replace("<defs>", f"{THEMES}\n <defs>", 1))
+
+
 def main() -> None:
     """Write the pictures beside this file; the same bytes each time."""
     rcParams.update({"svg.hashsalt": "cnnstrategies", "svg.fonttype": "none", "font.family": "sans-serif"})
     for draw in (strategies, results, choose):
         for narrow in (False, True):
-            figure = draw(narrow)
-            FigureCanvasSVG(figure)
-            drawn = StringIO()
-            figure.savefig(drawn, format="svg", metadata={"Date": None}, transparent=True)
-            text = re.sub(f"(?<=[: ]){TEXT}", f"var(--ink, {TEXT})", drawn.getvalue())
-            name = f"{draw.__name__}{'_narrow' if narrow else ''}.svg"
-            Path(__file__).with_name(name).write_text(text.replace("<defs>", f"{THEMES}\n <defs>", 1))
+            write(draw(narrow), f"{draw.__name__}{'_narrow' if narrow else ''}")
 
 
 if __name__ == "__main__":
