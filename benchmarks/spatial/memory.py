@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchvision.models import resnet50
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("pipeline", "planning")]
+FOLDERS = "benchmarks/pipeline", "benchmarks/planning", "docs/examples"
+sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in FOLDERS]
 
 from counted import Counted, build  # noqa: E402
 from ranks import report, run_ranks  # noqa: E402
+from volumes import UNet3D  # noqa: E402
 
 from cnnstrategies.networks import UNet  # noqa: E402
 from cnnstrategies.pipeline.tracing import trace_open  # noqa: E402
@@ -32,16 +35,39 @@ from cnnstrategies.spatial import GroupLink, RowsTensor, SpatialParts  # noqa: E
 from cnnstrategies.spatial.layout import Bounds  # noqa: E402
 
 CLASSES = 4
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "U-Net": (partial(UNet, CLASSES, widths=(32, 64, 128, 256, 512)), True),
-    "ResNet-50": (partial(resnet50, num_classes=CLASSES), False),
+
+
+class Network(NamedTuple):
+    """A network, with the shape of its images.
+
+    Attributes:
+        make: Function that makes the network.
+        has_maps: Whether each pixel has a class.
+        shape: (C, ...) of an image; () for colour images of the size that the command names.
+        classes: Number of classes.
+    """
+
+    make: Callable[[], nn.Module]
+    has_maps: bool
+    shape: tuple[int, ...] = ()
+    classes: int = CLASSES
+
+
+NETWORKS = {
+    "U-Net": Network(partial(UNet, CLASSES, widths=(32, 64, 128, 256, 512)), True),
+    "ResNet-50": Network(partial(resnet50, num_classes=CLASSES), False),
+}
+RECIPES = {
+    "recipe, 1024 x 1024": Network(partial(UNet, CLASSES, widths=(8, 16, 32, 64, 128)), True, (3, 1024, 1024)),
+    "recipe, 128 x 128 x 128": Network(partial(UNet3D, 3, (8, 16, 32, 64)), True, (1, 128, 128, 128), 3),
 }
 COUNTS = (2, 3)
 MB = 1e6
 SHARE_OF_LIMIT = 0.7  # A limit on a process's memory, as a share of what one process needs.
 TEXT = """
 A training step (forward, loss, backward) in float32 with one image of {size} x {size} pixels, whose rows are divided
-over processes with gloo. The U-Net is the package's, with 32 to 512 channels, and the ResNet-50 is torchvision's.
+over processes with gloo. The U-Net is the package's, with 32 to 512 channels, and the ResNet-50 is torchvision's. The
+last rows are those of the [recipes](../../docs/recipes.md#large-images-and-volumes) for tiles and volumes.
 
 - *Kept*: bytes of the tensors that the network keeps for its backward, apart from parameters. Tensors that share
   memory count once.
@@ -118,16 +144,17 @@ def measured(rank: int, network: str, size: int, library: Path, limit: int = 0, 
     """Train one step on this rank; None if the step needs more bytes than the limit, which is 0 for no limit."""
     counter = Counted(library)
     torch.manual_seed(0)
-    make, has_maps = NETWORKS[network]
+    make, has_maps, shape, classes = (NETWORKS | RECIPES)[network]
     module = make()
-    images = torch.randn(samples, 3, size, size)
-    targets = torch.randint(CLASSES, (samples, size, size) if has_maps else (samples,))
+    channels, *sizes = shape or (3, size, size)
+    images = torch.randn(samples, channels, *sizes)
+    targets = torch.randint(classes, (samples, *sizes) if has_maps else (samples,))
     group = dist.group.WORLD
     assert group is not None
     parts = _NotingParts(_NotingLink(GroupLink(group)))
     if parts.count > 1:
-        images = parts.scatter(images, -2)
-        targets = parts.scatter(targets, -2) if has_maps else targets
+        images = parts.scatter(images, 2)
+        targets = parts.scatter(targets, 1) if has_maps else targets
     parameters = {parameter.data_ptr() for parameter in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 
@@ -172,7 +199,7 @@ def deviation(network: str, size: int, library: Path) -> float:
     differences = []
     for count in COUNTS:
         ranks = run_ranks(count, measured, network, size, library, 0, SAMPLES)
-        traced = trace_open(NETWORKS[network][0](), True)
+        traced = trace_open(NETWORKS[network].make(), True)
         predicted = part_costs(traced, torch.zeros(1, 3, size, size), count, -2).shares
         differences += [abs(memory.kept / whole.kept - share) for memory, share in zip(ranks, predicted, strict=True)]
     return max(differences)
@@ -202,12 +229,13 @@ def main() -> None:
     table, limits = [heading], []
     with TemporaryDirectory() as folder:
         library = build(Path(folder))
-        for network in NETWORKS:
+        for network in (*NETWORKS, *RECIPES):
             (whole,) = run_ranks(1, measured, network, options.size, library)
             table += rows_of_table(network, whole, [whole])
             for count in COUNTS:
                 table += rows_of_table(network, whole, run_ranks(count, measured, network, options.size, library))
-            limits.append(limited(network, options.size, library, whole))
+            if network in NETWORKS:
+                limits.append(limited(network, options.size, library, whole))
         most = max(deviation(network, options.small, library) for network in NETWORKS)
     text = TEXT.format(size=options.size, small=options.small, deviation=most, limits=" ".join(limits))
     report(Path(__file__).with_suffix(".md"), "Memory of divided images", text, table)
