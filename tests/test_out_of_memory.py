@@ -158,9 +158,12 @@ def test_reports_of_allocators_are_told_from_other_errors(error: BaseException, 
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(("kind", "start"), [("replica", "use --trainer.callbacks+=Act"), ("stages", "set the strat")])
-def test_a_failed_rank_reports_what_it_has_held(kind: str, start: str) -> None:
-    facts = {"step_kind": kind, "root_device": torch.device("cpu")}
+@pytest.mark.parametrize(
+    ("kind", "ranks", "start"),
+    [("replica", 1, "use --trainer.callbacks+=Act"), ("replica", 2, "use more parts"), ("stages", 1, "set the strat")],
+)
+def test_a_failed_rank_reports_what_it_has_held(kind: str, ranks: int, start: str) -> None:
+    facts = {"step_kind": kind, "ranks_per_batch": ranks, "root_device": torch.device("cpu")}
     strategy = type("Strategy", (StrategyFacts,), facts)()
     trainer = SimpleNamespace(
         strategy=strategy, global_rank=3, global_step=12, callbacks=[], accumulate_grad_batches=2, world_size=1

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import multiprocessing
 import os
 import sysconfig
 from functools import cache
@@ -20,6 +21,8 @@ _NEVER = (
     _HERE,
     *(path for path in _PACKAGES if path.endswith(f"{os.sep}torch{os.sep}")),
     contextlib.__file__,  # A context manager of this package may send values when the context ends.
+    os.path.join(_OURS, "spatial") + os.sep,
+    os.path.dirname(multiprocessing.__file__) + os.sep,  # A forked rank has the frames that have started it.
     "<frozen ",
     "<eval_with_key>",
 )

@@ -27,7 +27,13 @@ class DivergedError(RuntimeError):
 
 
 class LinkError(RuntimeError):
-    """A link to another rank is broken, or the other rank has not sent anything within the time-out."""
+    """A link to another rank is broken, or the other rank has not sent anything within the time-out.
+
+    Attributes:
+        peer: The other rank, if it is known.
+    """
+
+    peer: int | None = None
 
 
 class MessageLink(Protocol):

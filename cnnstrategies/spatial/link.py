@@ -79,12 +79,16 @@ class GroupLink:
             for function, tensors in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in tensors.items()
         ]
-        with link_errors():
+        peers: list[int | None] = [*sends, *receives]
+        only = peers[0] if len(set(peers)) == 1 else None
+        with link_errors(only):
             works = dist.batch_isend_irecv(posted) if posted else []
+        if len(works) < len(posted):  # With NCCL, all messages of a batch are one work.
+            peers = [only] * len(works)
 
         def wait() -> None:
-            with link_errors():
-                for work in works:
+            for peer, work in zip(peers, works, strict=True):
+                with link_errors(peer):
                     work.wait()
             posted.clear()
 
@@ -116,10 +120,16 @@ class GroupLink:
 
 
 @contextmanager
-def link_errors() -> Iterator[None]:
-    """Turn errors of the backend inside the context into a `LinkError`."""
+def link_errors(peer: int | None = None) -> Iterator[None]:
+    """Turn errors of the backend inside the context into a `LinkError`.
+
+    Args:
+        peer: The rank to which the message goes or from which it comes; None for a message of several ranks.
+    """
     try:
         yield
     except RuntimeError as error:
         text = re.sub(r"^\[\S+\] ", "", str(error))  # Gloo's file and line.
-        raise LinkError(text.splitlines()[0]) from error
+        broken = LinkError(text.splitlines()[0].partition(". This is typically")[0])  # Gloo's guess and greeting.
+        broken.peer = peer
+        raise broken from error

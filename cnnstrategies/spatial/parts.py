@@ -358,9 +358,10 @@ class SpatialParts:
 
     def diverged(self, error: LinkError) -> DivergedError:
         """Return an error that names the operation that waits, and its line of the program."""
+        me, others = self.describe(self.rank), "the other ranks" if error.peer is None else self.describe(error.peer)
         text = (
-            f"{self.describe(self.rank)} waits in {self.operation} at {call_site()} for the other ranks that have "
-            f"parts of the same images: {error}. All of them must run this line, and none of them may have ended"
+            f"{me} waits in {self.operation} at {call_site()} for {others}: {error}. All ranks that have parts of the "
+            "same images must run this line, and none of them may have ended"
         )
         if self.note_loss is not None:
             self.note_loss(text)

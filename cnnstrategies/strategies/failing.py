@@ -302,6 +302,8 @@ def remedy_for(trainer: Trainer) -> str:
     largest = "cnnstrategies plan --largest_batch finds the largest batch that fits"
     if facts.step_kind == "stages":
         return f"set the strategy's option {again}: always, use more stages or microbatches; {largest}"
+    if facts.ranks_per_batch > 1:
+        return f"use more parts with --trainer.strategy.init_args.parts, or {batches}; {largest}"
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
     has_callback = any(type(callback).__name__ == "ActivationCheckpointing" for callback in callbacks)
     first = "" if has_callback else "use --trainer.callbacks+=ActivationCheckpointing, or "

@@ -79,7 +79,7 @@ class ImageGroups:
         """
         self.parts.operation = "the next batch"
         try:
-            with link_errors():
+            with link_errors(0 if self.part else None):
                 return broadcast_value(value, self.first, group=self.cpu_group)
         except LinkError as error:
             raise self.parts.diverged(error) from error
