@@ -12,6 +12,10 @@ from cnnstrategies.spatial.rows_tensor import RowsTensor, memory_format_of
 if TYPE_CHECKING:
     from cnnstrategies.spatial.parts import SpatialParts
 
+# Least number of elements of a rank's rows for each element of the weight with which the edges are convolved by
+# themselves. This reads the weight again, which costs more than a copy of a few rows.
+ROWS_PER_WEIGHT = 1
+
 
 def convolution(parts: "SpatialParts", func: Any, arguments: dict[str, Any]) -> Any:
     """Run a convolution or a transposed convolution."""
@@ -128,7 +132,8 @@ class _Kernel:
             for values in (arguments["padding"], arguments["output_padding"])
         )
         self.edges: Edges | None = None
-        if not arguments["transposed"]:
+        has_many_rows = source.numel() // parts.count >= ROWS_PER_WEIGHT * arguments["weight"].numel()
+        if not arguments["transposed"] and has_many_rows:
             form = (reach, stride, padding)
             self.edges = Edges.of(self.axis, self.held, self.bounds_out, self.windows, parts.rank, form)
         self.is_local = (kernel, stride, padding) == (1, 1, 0) and size == size_out and parts.own(size) > 0

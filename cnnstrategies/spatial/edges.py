@@ -54,11 +54,11 @@ class Edges:
         (start, end), (first, last), size = held[rank], outputs[rank], held[-1][1]
         added = start - first * stride + padding
         reachable = end - start + 2 * added - reach
-        if added < 0 or reach < stride or reachable < 0 or reachable // stride + 1 != last - first:
+        if added < 0 or reachable < 0 or reachable // stride + 1 != last - first:
             return None
         above = [row for row in range(first, last) if start > 0 and row * stride - padding < start]
         below = [row for row in range(first, last) if end < size and row * stride - padding + reach > end]
-        if 2 * (len(above) + len(below)) > last - first:
+        if 2 * (len(above) + len(below)) > last - first or (reach < stride and (above or below)):
             return None
         strips = [
             (rows[0] - first, rows[-1] + 1 - first, rows[0] * stride - padding, rows[-1] * stride - padding + reach)

@@ -270,11 +270,12 @@ class SpatialParts:
         """
         (start, end), (low, _) = held[self.rank], wanted[self.rank]
         first, last = overlap(held[self.rank], wanted[self.rank])
+        memory_format = memory_format_of(values)
         if (first, last) == (start, end) and first < last:
-            total = values.narrow(axis, first - low, last - first)
-            total = total.contiguous(memory_format=memory_format_of(values))
+            total = values.narrow(axis, first - low, last - first).contiguous(memory_format=memory_format)
         else:
-            total = values.new_zeros(with_length(values, axis, end - start))
+            shape = with_length(values, axis, end - start)
+            total = torch.empty(shape, dtype=values.dtype, device=values.device, memory_format=memory_format).zero_()
             if first < last:
                 total.narrow(axis, first - start, last - first).copy_(values.narrow(axis, first - low, last - first))
         return self.add_returned(
