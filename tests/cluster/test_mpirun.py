@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.exceptions import Failing, failing_runs, several_runs
+from cluster.exceptions import KILLED, Failing, failing_runs, several_runs
 from cluster.hosts import Network, missing, two_hosts
 from cluster.processes_of import PYTHON, Program, environment, fit
 from conftest import ROOT
-from fault_injection import PAUSES
+from fault_injection import PAUSES, fault_arguments
 
 pytestmark = pytest.mark.cluster
 
@@ -115,3 +115,14 @@ def test_an_exception_ends_all_ranks_of_mpirun(tmp_path: Path) -> None:
     last.check(ours.strip(), [str(code)])
     for run in before:
         run.check()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="apt-get install openmpi-bin")
+def test_a_killed_rank_of_mpirun_is_named_with_its_memory(tmp_path: Path) -> None:
+    """mpirun kills the other rank two seconds later, which prints the line before it waits for anything."""
+    arguments = fit("--trainer.strategy=hybrid_pipeline", "--trainer.max_epochs=1", *fault_arguments(step=2))
+    program = Program([*MPIRUN, "-n", "2", PYTHON, *arguments], tmp_path / "log", PYTHONPATH=PATH)
+    assert program.wait() == 128 + signal.SIGKILL, program.output()
+    log = program.output()
+    assert len(re.findall(KILLED.format(2), log)) == log.count("it had held") == 1, log
+    assert "Traceback" not in log, log

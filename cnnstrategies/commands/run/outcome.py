@@ -93,8 +93,10 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             end_group_at_exit()
         except BaseException as error:
             wait_if_ending()
+            cause = _cause(error, callback)
+            callback.explain_kill(trainer, cause)
             callback.close()  # Gives the other ranks time to leave the trainer, before they are killed.
-            failure = _end_after(_cause(error, callback), trainer, callback.first)
+            failure = _end_after(cause, trainer, callback.first, callback.has_explained)
         finally:
             callback.close()
     if failure is not None:
@@ -116,13 +118,14 @@ def _cause(error: BaseException, callback: FailTogether) -> BaseException:
     return cause
 
 
-def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None) -> BaseException:
+def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None, has_explained: bool) -> BaseException:
     """End the other ranks after an exception of this process, and return the exception that this process raises.
 
     Args:
         error: The exception.
         trainer: The trainer.
         first: Report of the rank that has failed first; None if there is no report.
+        has_explained: Whether this process has printed which other rank was killed.
     """
     if (stopped := stopped_by(error)) is not None:
         return _after(error, StoppedTogether(stopped))
@@ -136,8 +139,6 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
     launcher = trainer.strategy.launcher
     killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
     beside = _failed_beside(first, trainer) if isinstance(error, Exception) else None
-    if killed is None and beside is None and isinstance(error, Exception):
-        killed = _killed_beside(trainer)
     silent = isinstance(error, Exception) and (beside is not None or not _reports_failure(error))
     code = 0
     if beside is not None:
@@ -147,6 +148,8 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
         code = failed_elsewhere(launcher)
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
+    if has_explained:
+        return SystemExit(1)
     # This error names the killed rank. A rank that has reported a lost connection may not know about the kill. An abort
     # (SIGABRT) after such a report is not the cause, because torch aborts ranks that have lost a connection.
     if killed is not None and not (silent and "SIGABRT" in killed):
@@ -210,9 +213,11 @@ class FirstToFail(FailTogether):
 
     Attributes:
         launch: See :class:`.MemoryRecord`; None before the training.
+        has_explained: Whether this process has printed that another rank was killed.
     """
 
     launch: str | None = None
+    has_explained = False
     _in_trainer = False
     _record: MemoryRecord | None = None
     _plans: Sequence[Plan] = ()
@@ -269,9 +274,18 @@ class FirstToFail(FailTogether):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.report(trainer, exception)
+        self.explain_kill(trainer, exception)
         if isinstance(exception, Exception) and not _failed_beside(self.first, trainer):
             _reports_failure(exception)
         self.skip_savers(trainer, exception)
+
+    def explain_kill(self, trainer: Trainer, exception: BaseException) -> None:
+        """Print that another rank was killed, if this is the reason for an exception.
+
+        This does not wait for anything: mpirun kills this rank two seconds after it has lost another one.
+        """
+        if isinstance(exception, Exception) and not self.has_explained and not _failed_beside(self.first, trainer):
+            self.has_explained = _print_killed_beside(trainer)
 
 
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]], in_trainer: Callable[[], bool]) -> None:
@@ -313,10 +327,15 @@ def _end_others(trainer: Trainer) -> None:
     forget_failure()
 
 
-def _print_killed_beside(trainer: Trainer) -> None:
-    """Print why a launcher such as torchrun has stopped this rank: it sends SIGTERM after the system kills a rank."""
-    if (killed := _killed_beside(trainer)) is not None:
-        print(f"The run cannot continue: {killed}", file=sys.stderr, flush=True)
+def _print_killed_beside(trainer: Trainer) -> bool:
+    """Print that the system has killed a rank that a launcher such as torchrun has started; return whether it has.
+
+    torchrun sends SIGTERM to this rank then.
+    """
+    if (killed := _killed_beside(trainer)) is None:
+        return False
+    print(f"The run cannot continue: {killed}", file=sys.stderr, flush=True)
+    return True
 
 
 def _killed_beside(trainer: Trainer) -> str | None:
