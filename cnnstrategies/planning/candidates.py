@@ -13,6 +13,7 @@ from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Profile
 from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.memory import NO_UPDATE, OptimizerMemory, PeakMemory, Update, largest
+from cnnstrategies.planning.step_values import NO_VALUES, StepValues
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
@@ -52,6 +53,7 @@ class Job:
         update: Memory that an update of the optimizer needs besides its state.
         image_parts: Costs of the network with images that are divided, for each number of parts that is possible.
         whole_images: Reason why images cannot be divided, or why the costs are not known; empty without a reason.
+        values: Values that the step's own code sends between the stages of a pipeline.
     """
 
     profile: Profile
@@ -71,6 +73,7 @@ class Job:
     update: Update = NO_UPDATE
     image_parts: tuple[PartCosts, ...] = ()
     whole_images: str = ""
+    values: StepValues = NO_VALUES
 
     def __post_init__(self) -> None:
         if self.samples < 1:

@@ -7,7 +7,6 @@ from math import inf
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Checkpointing, DeviceLoad, Effect, Job
 from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.stage_costs import sent_in_a_step
 
 # A search for the best layout takes long, so layouts are searched for only `SEARCHES` different numbers of
 # microbatches. For other numbers of microbatches, only the layouts that these searches found are compared.
@@ -136,7 +135,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
         options={"replicas": list(layout.replicas), "microbatches": microbatches} | (share_options if shares else {}),
         effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
         step=step,
-        sent_bytes=sent_in_a_step(predictor.costs, layout, microbatches),
+        sent_bytes=predictor.sent_bytes(layout),
         loads=loads,
         bottleneck=_bottleneck(predictor, layout, step),
         layout=layout,

@@ -11,7 +11,7 @@ from cnnstrategies.planning.memory import PeakMemory, largest
 from cnnstrategies.planning.partition import SMALL, Cost, best_layout
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
-from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
+from cnnstrategies.planning.stage_costs import StageCost, messages, sent_in_a_step, stage_costs
 
 # A stage that runs ahead needs the memory of one more microbatch. Stages therefore only run ahead if this saves at
 # least the following fraction of the step time.
@@ -94,7 +94,16 @@ class Predictor:
         excess = self.problem.excess(layout)
         if excess:
             return excess, float("inf")
-        return 0.0, self._time_of(layout, self._may_run_ahead(layout))
+        return 0.0, self._time_of(layout, self._may_run_ahead(layout)) + self.values_time(layout)
+
+    def values_time(self, layout: Layout) -> float:
+        """Return the seconds in which the values of the step's own code are sent."""
+        return self.job.values.seconds(self.job.cluster, layout.replicas)
+
+    def sent_bytes(self, layout: Layout) -> int:
+        """Return the bytes that all devices together send in a step."""
+        of_stages = sent_in_a_step(self.costs, layout, self.problem.microbatches)
+        return of_stages + self.job.values.sent_bytes(layout.replicas)
 
     def memory(self, layout: Layout) -> float:
         """Return the largest number of bytes that a device holds.

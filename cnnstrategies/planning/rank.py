@@ -120,6 +120,8 @@ def rank(job: Job) -> Ranking:
         if shares := row.options.get("initial_shares") or row.options.get("shares"):
             unit = "microbatches" if isinstance(row, Hybrid) else "samples"
             notes.append(f"{row}: the devices get {', '.join(map(str, shares))} {unit} of a step")
+    if job.values.unknown and any(isinstance(row, Hybrid) for row in (*same, *changing)):
+        notes.append(f"hybrid: masks and other values that the step sends are not counted: {job.values.unknown}")
     if job.whole_images:
         notes.append(f"spatial: not predicted, because divided images cannot be tried: {job.whole_images}")
     notes += [

@@ -18,7 +18,7 @@ from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.rank import Ranking
 from cnnstrategies.planning.recompute import CALLBACK, RECOMPUTED
 from cnnstrategies.planning.simulate import Simulation
-from cnnstrategies.planning.stage_costs import messages, sent_in_a_step, stage_costs
+from cnnstrategies.planning.stage_costs import messages, stage_costs
 from cnnstrategies.planning.tune.settings import write_commented
 
 COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "cost")
@@ -94,7 +94,7 @@ def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Grou
             f"{computing[index] / replicas / step.step_time:.0%}",
         )
         names.append(f"stage {index}: {costs.nodes[start].name} to {costs.nodes[end - 1].name}")
-    sent = format_bytes(sent_in_a_step(costs, layout, problem.microbatches))
+    sent = format_bytes(predictor.sent_bytes(layout))
     explanation = "In the table, times and sends are those of one microbatch; memory and busy are those of one device."
     return Group(
         table, Text("\n".join([*names, "", f"{summary(predictor, layout, step)}; {sent} sent per step. {explanation}"]))
@@ -108,9 +108,10 @@ def summary(predictor: Predictor, layout: Layout, step: Simulation) -> str:
     """
     job, microbatches = predictor.job, predictor.problem.microbatches
     samples = predictor.costs.microbatch_size * microbatches
+    seconds = step.step_time + predictor.values_time(layout)
     again = f", activation_checkpointing: {job.activation_checkpointing}" if predictor.problem.recomputes else ""
     return (
-        f"Predicted step: {step.step_time * 1e3:.1f} ms for {samples:.0f} samples ({samples / step.step_time:.0f} "
+        f"Predicted step: {seconds * 1e3:.1f} ms for {samples:.0f} samples ({samples / seconds:.0f} "
         f"samples/s) on {layout.devices} devices, {job.schedule} with {microbatches} "
         f"microbatches{again}"
     )

@@ -99,16 +99,19 @@ class StageMemory:
     def _peak(self, section: Section, count: int, held: int) -> PeakMemory:
         part = part_memory(self.costs, section.start, section.end)
         crossing = _crossing(self.costs, section.start, section.end)
+        is_last = section.end == len(self.costs.nodes)
+        # The last stage gets the masks with the batch.
+        images = self.job.values.loaded if is_last else 0
         load = StageLoad(
             count=count,
             held=held,
             kept=self.kept(held),
             interleaved=self.job.schedule == "1f1b",
             replicas=section.replicas,
-            images=0 if section.start else count * self.costs.input_bytes,
+            images=images if section.start else count * self.costs.input_bytes,
             # The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and
             # its gradient.
-            outputs=3 * self.microbatches * self.costs.output_bytes if section.end == len(self.costs.nodes) else 0,
+            outputs=3 * self.microbatches * self.costs.output_bytes if is_last else 0,
         )
         traffic = StageTraffic(crossing.received, crossing.returned, section.awaited)
         return stage_peak(part, traffic, load, self.job.state, self.costs.framework_bytes)

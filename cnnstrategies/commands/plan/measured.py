@@ -1,8 +1,10 @@
 """Measurement of a configuration's network for ``cnnstrategies plan``, on this machine."""
 
+import copy
 import inspect
 import os
 import resource
+import warnings
 from collections.abc import Sequence, Sized
 from dataclasses import fields, replace
 from typing import Any
@@ -27,9 +29,13 @@ from cnnstrategies.planning.devices import Device
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of, update_of
 from cnnstrategies.planning.measure_links import measure_local_link
 from cnnstrategies.planning.measure_parts import possible_parts
+from cnnstrategies.planning.measure_values import step_values
 from cnnstrategies.planning.memory import NO_UPDATE
+from cnnstrategies.planning.step_values import StepValues
 from cnnstrategies.runtime.host_memory import host_memory
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
+from cnnstrategies.strategies.hybrid_pipeline.loading import SMALL
+from cnnstrategies.strategies.hybrid_pipeline.metric_values import share_metrics
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.hybrid_pipeline.order import order_of
 
@@ -105,6 +111,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         update=NO_UPDATE if optimizer is None else update_of(optimizer, device),
         image_parts=image_parts,
         whole_images=reason,
+        values=_values(model, submodule, data, samples, device),
     )
 
 
@@ -217,6 +224,36 @@ def _measure(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     channels_last = bool(getattr(model, "channels_last", False))
     return measure_profile(traced, images, size, device, str(trainer.precision), channels_last)
+
+
+def _values(
+    model: LightningModule, submodule: str | None, data: LightningDataModule, samples: int, device: torch.device
+) -> StepValues:
+    """Return the values that the module's own step sends between the stages of a pipeline.
+
+    A copy of the module runs its step with some samples, without a trainer and on the CPU. The user's step may need
+    more.
+    """
+    batch = next(iter(data.train_dataloader()))
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = copy.deepcopy(model)
+            network = module_at(module, find_network(module, submodule))
+            return step_values(
+                lambda part: module.training_step(part, 0),
+                module,
+                network,
+                batch,
+                samples,
+                SMALL,
+                device.type == "cpu",
+                lambda places: share_metrics(places, [module]),
+            )
+    # Any code of the user can fail here.
+    except Exception as error:
+        reason = (str(error) or "no message").splitlines()[0]
+        return StepValues(unknown=f"training_step without a trainer fails with {type(error).__name__}: {reason}")
 
 
 def _states(optimizer: Optimizer | None) -> int:
