@@ -81,7 +81,8 @@ class GlobalBatches:
         self._next = 0
 
     def __iter__(self) -> Iterator[Any]:
-        while (parts := [folder / f"{self._next}.pt" for folder in self._folders])[0].exists():
+        # In a validation, some ranks may have fewer batches than others.
+        while parts := [file for folder in self._folders if (file := folder / f"{self._next}.pt").exists()]:
             generator = self._folders[0] / f"{self._next}.generator"
             self._next += 1
             if generator.exists():
@@ -95,6 +96,31 @@ class GlobalBatches:
             # Lightning expects a TypeError from a loader of unknown length.
             raise TypeError("the ranks' loaders have no length")
         return self._length
+
+
+class ValidationBatches:
+    """Data loader of the global batches with which the ranks have validated.
+
+    Args:
+        folder: Folder of one of the user's loaders. It has a folder for each validation, with the folders of the ranks.
+    """
+
+    number = 0  # Number of the validation whose batches are loaded, beginning with 0.
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __iter__(self) -> Iterator[Any]:
+        folders = rank_folders(self._folder / str(self.number))
+        return iter(GlobalBatches(folders, (), None)) if folders else iter(())
+
+    def __len__(self) -> int:
+        return max((len([*folder.glob("*.pt")]) for folder in rank_folders(self._folder / "0")), default=0)
+
+
+def rank_folders(folder: Path) -> list[Path]:
+    """Return the folders of the ranks that have saved batches in a folder, in rank order."""
+    return sorted((file.parent for file in folder.glob("*/0.pt")), key=lambda folder: int(folder.name))
 
 
 def samples(folder: Path, batches: int | None = None) -> tuple[int, set[bytes]]:

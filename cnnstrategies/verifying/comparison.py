@@ -11,7 +11,7 @@ from cnnstrategies.verifying.batches import Precision, same_batches, samples
 from cnnstrategies.verifying.causes import likely_cause
 from cnnstrategies.verifying.first_difference import LEAST, TraceComparison
 from cnnstrategies.verifying.forked_runs import Train, TrainingError, train_both, train_with_noise
-from cnnstrategies.verifying.recorder import END, RunRole
+from cnnstrategies.verifying.recorder import END, VALIDATED, RunRole
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of, tolerance_of
 
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
@@ -80,6 +80,9 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
     count, different = sum(count for count, _ in loaded), len(set().union(*(seen for _, seen in loaded)))
     text = f"{tested['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
     text += f"{tested['devices']} processes; {reference['changed']} weights have changed"
+    if tested["validations"]:
+        files = len([*run.folder.glob(f"{VALIDATED}/*/*/*/*.pt")])
+        text += f"; validations: {tested['validations']} on {files} batches"
     missing, size = run.left_out(reference["whole"]) or (0, 0)
     if missing:
         text += f"; an epoch leaves out {missing} of {size} samples, because the loader gives them to other processes"

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,21 @@ from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
 from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.strategies.protocol import facts_of
-from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches, Precision, samples
+from cnnstrategies.verifying.batches import (
+    BatchKeeper,
+    GlobalBatches,
+    Precision,
+    ValidationBatches,
+    rank_folders,
+    samples,
+)
 from cnnstrategies.verifying.tracer import Trace, Tracer
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
 DROPS = ("p", "drop_prob", "dropout")  # Attributes of dropout layers that may hold the dropout probability.
 # Attributes that may hold the dropout probability in modules that call a function instead of a dropout layer.
 RATES = ("drop_rate", "dropout_rate", "dropout_p")
-END, NOTES, LOADED = "end.ckpt", "notes.json", "loaded.json"
+END, NOTES, LOADED, VALIDATED = "end.ckpt", "notes.json", "loaded.json", "validated"
 MOST_COUNTED = 1 << 16  # Largest number of batches of a stream that are counted.
 
 
@@ -103,9 +110,15 @@ class RunRole:
     def batches(self) -> GlobalBatches:
         """Return the loader of global batches for the run on one device."""
         assert self.of is not None, "the run under the strategy loads its own batches"
-        folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
         notes = RunRole(self.of).notes
-        return GlobalBatches(folders, notes["ends"], notes["batches"])
+        return GlobalBatches(rank_folders(self.of), notes["ends"], notes["batches"])
+
+    @cached_property
+    def validation_batches(self) -> list[ValidationBatches]:
+        """Return the loaders of global batches for validations on one device."""
+        assert self.of is not None, "the run under the strategy loads its own batches"
+        folders = sorted((self.of / VALIDATED).glob("*"), key=lambda folder: int(folder.name))
+        return [ValidationBatches(folder) for folder in folders]
 
 
 def drawn_samples(loader: Any) -> dict[str, Any] | None:
@@ -173,6 +186,8 @@ class Recorder(Checkpoint):
         self._make = make
         self._notes: dict[str, Any] = {"ends": [], "draws": False}
         self._step = 0
+        self._validating = role.validation_batches if role.of is not None else []
+        self._validations = 0  # Number of validations that have ended.
         self._tracer: Tracer | None = None
 
     def settle(self, trainer: Trainer, module: LightningModule) -> None:
@@ -238,6 +253,36 @@ class Recorder(Checkpoint):
         self._notes["ends"].append(_keeper(trainer).count)
 
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the batches of the validation apart from those of the training."""
+        keeper = _keeper(trainer)
+        if keeper.folder is not None:
+            self._training = keeper.folder, keeper.count
+            keeper.folder = keeper.folder / "arrived"
+            keeper.folder.mkdir(exist_ok=True)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Move the batch to the folder of its loader and of this validation."""
+        keeper = _keeper(trainer)
+        if keeper.folder is not None:
+            place = self._role.folder / VALIDATED / f"{dataloader_idx}/{self._validations}/{trainer.global_rank}"
+            place.mkdir(parents=True, exist_ok=True)
+            for file in keeper.folder.glob("*"):
+                file.rename(place / f"{batch_idx}{file.suffix}")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        keeper = _keeper(trainer)
+        if keeper.folder is not None:
+            keeper.folder, keeper.count = self._training
+        self._validations += 1
+        for loader in self._validating:
+            loader.number = self._validations  # Lightning makes several iterators of a loader for one validation.
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a checkpoint and the notes. Lightning calls this hook after all other hooks of the last step."""
         trainer.save_checkpoint(self._role.folder / END)
@@ -253,6 +298,7 @@ class Recorder(Checkpoint):
             "steps": trainer.global_step,
             "changed": changed,
             "devices": trainer.world_size,
+            "validations": self._validations,
             "ranks per batch": facts_of(trainer.strategy).ranks_per_batch,
         }
         (self._role.folder / NOTES).write_text(json.dumps(self._notes))

@@ -17,11 +17,10 @@ from cnnstrategies.verifying.comparison import verdict_of
 from cnnstrategies.verifying.recorder import Recorder, RunRole
 from cnnstrategies.verifying.verdict import Verdict
 
-# Arguments of `Trainer` that turn off validation, the progress bar and the model summary.
+# Arguments of `Trainer` that turn off the validation before training, the progress bar and the model summary.
 QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
-    "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
 MANY_EPOCHS = 1000  # Lightning's default for `max_epochs`.
@@ -93,18 +92,21 @@ def verify(
             fit_arguments = {"datamodule": data}
             if alone:
                 data.train_dataloader = lambda: batches  # type: ignore[method-assign]
+                if loaders := role.validation_batches:
+                    data.val_dataloader = lambda: loaders  # type: ignore[method-assign]
         settings: dict[str, Any] = {
             "accelerator": "cpu",
             "max_steps": steps,
             "logger": DummyLogger(),
             **QUIET,
             **trainer,
+            "limit_val_batches": _limit(trainer.get("limit_val_batches"), steps),
             # Schedules may depend on the user's `max_epochs`, so this value is kept. It is raised only if it would end
             # the run before `steps` steps.
             "max_epochs": max(trainer.get("max_epochs") or MANY_EPOCHS, steps),
         }
         if alone:
-            settings |= {"devices": 1, "strategy": "auto", "limit_train_batches": None}
+            settings |= {"devices": 1, "strategy": "auto", "limit_train_batches": None, "limit_val_batches": None}
         else:
             settings |= {"devices": devices, "strategy": strategy}
         kept_callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
@@ -121,6 +123,11 @@ def verify(
             fitting.fit(module, **fit_arguments)
 
     return verdict_of(train, precision)
+
+
+def _limit(batches: int | float | None, most: int) -> int | float:
+    """Return the number of batches with which each rank validates: at most ``most``, or the user's own part of them."""
+    return min(batches, most) if isinstance(batches, int) else most if batches in (None, 1.0) else float(batches)
 
 
 def accepts_start_method(kind: type) -> bool:

@@ -31,6 +31,12 @@ class Data(LightningDataModule):
         targets = torch.randint(3, (24,), generator=generator)
         return DataLoader(TensorDataset(images, targets), 4, shuffle=True)
 
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        """Return a loader with an incomplete batch on each of two processes, and one that is shorter."""
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(10, 1, 6, 6, generator=generator), torch.arange(10) % 3)
+        return [DataLoader(data, 4), DataLoader(Subset(data, range(4)), 2)]
+
 
 class Module(LightningModule):
     """A module with a schedule as long as the run, a second schedule that counts epochs, and logged values."""
@@ -49,6 +55,10 @@ class Module(LightningModule):
         self.log("metric", self.metric, on_step=True, on_epoch=True)
         return loss
 
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int) -> None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+
     def configure_optimizers(self) -> Any:
         assert self.trainer.max_epochs > 0, "schedules as long as the run are made from max_epochs"
         optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
@@ -56,18 +66,24 @@ class Module(LightningModule):
         return [optimizer], [
             {"scheduler": cycle, "interval": "step"},
             torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            {
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+                "monitor": "val_loss/dataloader_idx_0",
+            },
         ]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline"])
-def test_a_verdict_of_equality_lists_what_was_compared(strategy: str) -> None:
-    verdict = cnnstrategies.verify(Module(), Data(), strategy, steps=5)
+@pytest.mark.parametrize(("strategy", "steps"), [("ddp", 5), ("hybrid_pipeline", 7)])
+def test_a_verdict_of_equality_lists_what_was_compared(strategy: str, steps: int) -> None:
+    verdict = cnnstrategies.verify(Module(), Data(), strategy, steps=steps)  # One epoch ends within the steps.
     assert verdict.equal, verdict
     text = str(verdict)
     assert text.startswith("equal to one device\n")
     for words in ("weights    equal: 6 compared", "schedules  equal: ", "dropout is off (layers: 1)"):
         assert words in text
+    assert "; validations: 1 on " in text
     if strategy == "ddp":
+        assert "validations: 1 on 6 batches" in text, "two processes have two batches and one"
         assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in text
         assert "they cover only rank 0's batches: loss, metric_step (set sync_dist=True)" in text
 
