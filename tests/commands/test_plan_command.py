@@ -207,3 +207,11 @@ def test_a_plan_uses_the_microbatches_of_fit(capsys: pytest.CaptureFixture[str])
     sizes = ["--data.init_args.batch_size=16", "--data.init_args.global_batch_size=null"]
     COMMANDS["plan"].run(["--config", QUICKSTART, "--bandwidth=1000", "--trainer.strategy=hybrid_pipeline", *sizes])
     assert re.search("for 16 .* with 2 microbatches", " ".join(capsys.readouterr().out.split()))
+
+
+def test_two_devices_may_divide_a_batch_of_one_image(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", QUICKSTART, "--bandwidth=1000", "--data.init_args.global_batch_size=1"]
+    COMMANDS["plan"].run([*words, "--trainer.strategy=spatial"])
+    assert "spatial, parts=2" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="global_batch_size=1 is less than one sample for each of 2 processes"):
+        COMMANDS["plan"].run([*words, "--trainer.strategy.class_path=spatial", "--trainer.strategy.init_args.parts=1"])

@@ -185,6 +185,10 @@ def test_what_cannot_be_divided_is_refused_before_processes_start() -> None:
     trainer = quiet_trainer(strategy, 3)
     with pytest.raises(ConfigurationError, match=r"parts=2: 3 devices cannot .* trainer.devices to a multiple .* 4"):
         trainer.fit(OwnModule(nn.Identity()))
+    alone = quiet_trainer(SpatialStrategy(start_method="fork"), 1)
+    assert alone.distributed_sampler_kwargs["num_replicas"] == 1, "data modules read it before the check"
+    with pytest.raises(ConfigurationError, match=r"parts=2: 1 device cannot .* such as 2, or choose"):
+        alone.fit(OwnModule(nn.Identity()))
     with pytest.raises(ConfigurationError, match=r"sync_batchnorm=True: .* set trainer.sync_batchnorm to false"):
         quiet_trainer(SpatialStrategy(start_method="fork"), 2, sync_batchnorm=True).fit(OwnModule(nn.Identity()))
     with pytest.raises(ConfigurationError, match=r"network.0 is compiled: .* leave torch.compile out, or use ddp"):

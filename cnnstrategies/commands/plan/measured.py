@@ -87,7 +87,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     request = None if options.search else _request(trainer.strategy, model)
     decide_by_shapes(network, lambda size: _images(data)[0][:size])
     traced = trace_open(network, True)
-    loading = request.replicas_on(devices)[0] if request else devices
+    loading = request.replicas_on(devices)[0] if request else max(1, devices // _image_parts(trainer.strategy))
     samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))
     images, batch = _images(data)
     samples = samples or batch * loading
@@ -298,6 +298,14 @@ def _request(configured: Any, module: LightningModule) -> LayoutRequest | None:
         return None
     request = LayoutRequest.of(arguments)
     return replace(request, schedule=order_of(module, request.schedule))
+
+
+def _image_parts(strategy: Any) -> int:
+    """Return the number of devices that have parts of the same images under a configuration's strategy."""
+    name = strategy if isinstance(strategy, str) else str(strategy.class_path)
+    if "spatial" not in name.lower():
+        return 1
+    return int(getattr(getattr(strategy, "init_args", None), "parts", 2))
 
 
 def _divided_axis(configured: Any) -> int | None:

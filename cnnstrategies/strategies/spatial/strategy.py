@@ -167,7 +167,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     @property
     def replicas(self) -> int:
         """Number of groups of devices, which train on different batches."""
-        return self.num_nodes * self.num_processes // self.parts
+        return self.loading_processes(self.num_nodes * self.num_processes)  # Not 0 until the check refuses the number.
 
     # Data
 
