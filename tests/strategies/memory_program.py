@@ -34,13 +34,16 @@ class Module(LightningModule):
 
 def main() -> None:
     # The launcher starts this program again, so it must not import `conftest`, which removes variables of launchers.
-    devices, limit = map(int, sys.argv[1:])
+    name, limit = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     torch.manual_seed(1)  # Ranks with different data would train on the data of both.
     data = TensorDataset(torch.randn(SAMPLES, CHANNELS, SIZE, SIZE), torch.randint(CHANNELS, (SAMPLES,)))
-    # The planner does not know what the process takes besides activations, and may measure unequal times. Only cuts
-    # near the middle need less than this limit.
-    strategy = HybridPipelineStrategy(memory_limit=limit * 2 // 3) if devices > 1 else "auto"
+    strategy: Any = name
+    if name == "hybrid_pipeline":
+        # The planner does not know what the process takes besides activations, and may measure unequal times. Only cuts
+        # near the middle need less than this limit.
+        strategy = HybridPipelineStrategy(memory_limit=limit * 2 // 3)
+    devices = 1 if name == "auto" else 2
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet)
     # Private memory that can be written. Libraries that are imported late, whose code is shared, do not count.
