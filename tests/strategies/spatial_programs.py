@@ -1,5 +1,6 @@
 """Programs that train, validate, test and predict with divided images, for comparisons with one process."""
 
+import csv
 import importlib
 import os
 import signal
@@ -9,6 +10,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from conftest import ROOT, quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from spatial_networks import ResNet, UNet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -141,11 +144,15 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-def train(program: Program, strategy: Any, devices: int) -> dict[str, Tensor]:
-    """Run a program, and return weights, buffers, the optimizer's state, logged values and predictions, by name."""
+def train(name: str, strategy: Any, devices: int) -> dict[str, Tensor]:
+    """Run a program, and return weights, buffers, the optimizer's state, logged values and predictions, by name.
+
+    Only the first rank has the values that the logger has written.
+    """
+    program = PROGRAMS[name]
     torch.manual_seed(2)
-    module = program.module()
-    trainer = quiet_trainer(strategy, devices, max_epochs=1, log_every_n_steps=1, **program.trainer)
+    module, logger = program.module(), CSVLogger("logs", name)
+    trainer = quiet_trainer(strategy, devices, max_epochs=1, log_every_n_steps=1, logger=logger, **program.trainer)
     data = program.data()
     with patch.dict(os.environ, {} if program.seed is None else {"PL_GLOBAL_SEED": program.seed}):
         trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
@@ -153,6 +160,10 @@ def train(program: Program, strategy: Any, devices: int) -> dict[str, Tensor]:
     for index, state in trainer.optimizers[0].state_dict()["state"].items():
         result |= {f"{name} {index}": value.clone() for name, value in state.items() if value is not None}
     result |= {f"logged {name}": torch.as_tensor(value) for name, value in trainer.callback_metrics.items()}
+    if trainer.is_global_zero:
+        with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
+            for row, values in enumerate(csv.DictReader(file)):
+                result |= {f"written {key} {row}": torch.tensor(float(value)) for key, value in values.items() if value}
     for name in program.then:
         returned = getattr(trainer, name)(
             module, DataLoader(data, 4), **({} if name == "predict" else {"verbose": False})
@@ -168,7 +179,7 @@ def train_all(make: Callable[[], Any], devices: int, names: tuple[str, ...]) -> 
     """Run programs one after another on this rank."""
     torch.set_default_dtype(torch.float64)
     use_strategy(devices)
-    return {name: train(PROGRAMS[name], make(), devices) for name in names}
+    return {name: train(name, make(), devices) for name in names}
 
 
 def train_with_hook(make: Callable[[], Any], devices: int, *hooked: int) -> str:
