@@ -16,9 +16,10 @@ class PartCosts:
         sent_bytes: For each part, bytes of rows that its device sends to other devices.
         busiest_bytes: Largest number of bytes of rows that a device sends or receives.
         exchanges: Number of times that the devices exchange rows, whatever the batch.
-        summed_bytes: Bytes of sums over the parts: gradients of parameters, and statistics. They do not depend on the
-            batch.
+        summed_bytes: Bytes of sums over the parts for which the devices wait, such as statistics. They do not depend on
+            the batch.
         sums: Number of these sums, whatever the batch.
+        gradient_bytes: Bytes of gradients of parameters that are summed while the backward goes on.
         window_bytes: Bytes of the largest copy of a part's rows together with rows of its neighbours.
         seconds: Seconds that the rules for divided operations take on the host, whatever the batch; 0 on accelerators,
             which compute meanwhile.
@@ -32,6 +33,7 @@ class PartCosts:
     exchanges: int
     summed_bytes: int
     sums: int
+    gradient_bytes: int
     window_bytes: float
     seconds: float
     gathers: tuple[str, ...] = ()

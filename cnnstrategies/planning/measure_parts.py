@@ -60,6 +60,7 @@ def part_costs(
         exchanges=max(walk.exchanges for walk in ranks),
         summed_bytes=max(walk.summed for walk in ranks),
         sums=max(walk.sums for walk in ranks),
+        gradient_bytes=max(walk.gradients for walk in ranks),
         window_bytes=max(walk.window for walk in ranks) * factor,
         seconds=rule * max(walk.operations for walk in ranks),
         gathers=ranks[0].gathers,
@@ -124,8 +125,9 @@ class PartWalk:
         exchanges: Number of exchanges of rows.
         sent: Bytes of rows that the rank sends.
         received: Bytes of rows that the rank receives.
-        sums: Number of sums over the ranks.
+        sums: Number of sums over the ranks for which the rank waits.
         summed: Bytes of these sums.
+        gradients: Bytes of the gradients of parameters that are summed during the backward.
         kept: Bytes of the tensors that autograd keeps, apart from parameters.
         window: Bytes of the largest copy of rows together with those of other ranks.
         operations: Number of operations with divided operands.
@@ -138,6 +140,7 @@ class PartWalk:
     received: int = 0
     sums: int = 0
     summed: int = 0
+    gradients: int = 0
     kept: int = 0
     window: int = 0
     operations: int = 0
@@ -163,7 +166,7 @@ class _CountingLink:
         return tensor.clone()
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        self.reduce(tensor, "sum")
+        self._walk.gradients += tensor.nbytes
         return lambda: None
 
 

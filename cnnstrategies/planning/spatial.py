@@ -9,7 +9,9 @@ from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.memory import PeakMemory, replica_peak
+from cnnstrategies.planning.stage_costs import reduced_at, stage_costs
 from cnnstrategies.shares import deal
+from cnnstrategies.spatial.gradient_sums import MESSAGE_BYTES
 
 
 def spatial(job: Job) -> Iterator[Candidate]:
@@ -36,7 +38,9 @@ def _candidate(job: Job, costs: PartCosts) -> Candidate:
     messages = 0.0
     for group, samples in enumerate(counts):
         link = cluster.ring(group * parts, parts)
-        messages = max(messages, _exchanging(link, costs, samples) + _summing(link, costs))
+        waiting = _exchanging(link, costs, samples) + _summing(link, costs)
+        speed = min(cluster.speeds[group * parts : (group + 1) * parts])
+        messages = max(messages, waiting + _left_of_gradients(job, costs, link, samples, speed))
     reduction = 0.0
     if replicas > 1:
         ranks = range(0, cluster.devices, parts)
@@ -44,7 +48,8 @@ def _candidate(job: Job, costs: PartCosts) -> Candidate:
         reduction = link.all_reduce_time(parameters, replicas)
     compute = max(computing) + costs.seconds
     step = compute + messages + reduction
-    sent = job.samples * sum(costs.sent_bytes) + 2 * replicas * (parts - 1) * costs.summed_bytes
+    summed = costs.summed_bytes + costs.gradient_bytes
+    sent = job.samples * sum(costs.sent_bytes) + 2 * replicas * (parts - 1) * summed
     return Candidate(
         family="spatial",
         options={"parts": parts},
@@ -72,8 +77,25 @@ def _exchanging(link: Link, costs: PartCosts, samples: int) -> float:
     return costs.exchanges * (link.latency + 2 * link.work) + samples * costs.busiest_bytes / link.bandwidth
 
 
+def _left_of_gradients(job: Job, costs: PartCosts, link: Link, samples: int, speed: float) -> float:
+    """Return the seconds after the backward in which a group still sums gradients.
+
+    Args:
+        job: Network, cluster and batch.
+        costs: Costs of the parts.
+        link: The slowest connection of the group.
+        samples: Number of samples of the group.
+        speed: Speed of the group's slowest device.
+    """
+    (stage,) = stage_costs(job.profile.at(samples * max(costs.shares)), ())
+    backward = stage.backward / speed
+    factor = costs.gradient_bytes / max(stage.parameter_bytes, 1)
+    messages = stage.buckets(MESSAGE_BYTES, backward)
+    return reduced_at(messages, backward, lambda size: link.all_reduce_time(size * factor, costs.parts)) - backward
+
+
 def _summing(link: Link, costs: PartCosts) -> float:
-    """Return the seconds in which a group sums gradients and statistics in a step, each sum by itself."""
+    """Return the seconds in which a group waits for sums in a step, each sum by itself."""
     return costs.sums * link.all_reduce_time(costs.summed_bytes / costs.sums, costs.parts) if costs.sums else 0.0
 
 

@@ -28,6 +28,7 @@ PARTS = PartCosts(
     exchanges=5,
     summed_bytes=4000,
     sums=2,
+    gradient_bytes=8000,
     window_bytes=700.0,
     seconds=0.002,
 )
@@ -75,6 +76,9 @@ def test_counted_messages_and_memory_are_those_of_a_step(parts: int) -> None:
     assert sum(costs.shares) == pytest.approx(1, abs=0.15), "each rank keeps its own rows"
     for share, (_, kept) in zip(costs.shares, results, strict=True):
         assert share / sum(costs.shares) == pytest.approx(kept / total, abs=0.03)
+    convolutions = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
+    assert costs.gradient_bytes == sum(value.nbytes for module in convolutions for value in module.parameters())
+    assert costs.sums == 2, "batch norm sums in the forward and in the backward"
     assert len(costs.gathers) == 1
     assert costs.gathers[0].startswith("cumsum at ")
     assert costs.seconds > 10, "each divided operation takes the time of a rule"
@@ -114,13 +118,27 @@ def test_a_step_computes_exchanges_rows_and_sums() -> None:
     row = candidate(job(2, 8))
     exchanging = 5 * (1e-3 + 2e-4) + 8 * 300 / 1e6
     summing = 2 * 2 * (2e-4 + 1e-3 + 2000 / 2 / 1e6)
-    assert row.step == pytest.approx(0.09 * 0.6 + 0.002 + exchanging + summing)
-    assert row.sent_bytes == 8 * 400 + 2 * 4000
+    gradients = LINK.all_reduce_time(8000, 2)  # In one message, which begins at the end of the backward.
+    assert row.step == pytest.approx(0.09 * 0.6 + 0.002 + exchanging + summing + gradients)
+    assert row.sent_bytes == 8 * 400 + 2 * 4000 + 2 * 8000
     assert (str(row), row.effect) == ("spatial, parts=2", Effect.ROUNDING)
     assert candidate(job(2, 8, batch_norm=True)).effect == Effect.LEARNING, "other devices normalise other batches"
     small = replace(PARTS, window_bytes=0.0)
     bare = candidate(replace(job(2, 8), image_parts=(small,)))
     assert [a.total - b.total for a, b in zip(row.peaks, bare.peaks, strict=True)] == [8 * 700] * 2
+
+
+@pytest.mark.parametrize(("bandwidth", "left"), [(4e9, 1), (1e9, 2)])
+def test_gradients_are_summed_while_the_backward_goes_on(bandwidth: float, left: int) -> None:
+    """The second node's gradients are ready when two thirds of the backward, which takes 36 ms, are over."""
+    link, size = Link(bandwidth, 0.0), 16 << 20
+    costs = chain([0.03, 0.06], parameters=[size, size], samples=8)
+    cluster = Cluster.connected([Device()] * 2, link)
+    parts = replace(PARTS, gradient_bytes=2 * size, exchanges=0, busiest_bytes=0.0, sums=0, seconds=0.0)
+    row = candidate(Job(Profile(costs), cluster, 8, image_parts=(parts,)))
+    message = link.all_reduce_time(size, 2)
+    hidden = 0.012 if left == 2 else 0.0
+    assert row.step == pytest.approx(0.09 * 0.6 + left * message - hidden)
 
 
 def test_groups_of_parts_are_replicas() -> None:
