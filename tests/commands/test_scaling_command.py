@@ -268,6 +268,18 @@ def test_workers_with_dynamic_batches_all_make_the_ordered_steps(scaling):
     assert float(re.search(r"An epoch has .* ([\d.]+) s of validation", output)[1]) >= 0.2, "a batch takes 0.2 s"
 
 
+@pytest.mark.cluster
+@pytest.mark.warm
+def test_waits_of_divided_images_are_listed_and_samples_count_once(scaling):
+    """One rank of the group loads, so the loaders alone must be measured on this rank only."""
+    strategy = {"class_path": "spatial", "init_args": {"start_method": "fork"}}
+    output = scaling("1,2", {"trainer": {"strategy": strategy}}, "--config", str(ROOT / "configs" / "quickstart.yaml"))
+    assert re.search(r"The global batch stays at 6[0-4](\.\d+)? samples, so .* \(strong scaling\)", output), output
+    for row in ("rows of other devices", "sums over the parts"):
+        assert float(re.search(rf"{row} 0 ([\d.]+)", output)[1]) > 0
+    assert re.search(r"on 2 devices: compute [\d.]+, loader [\d.]+\.", output), output
+
+
 @pytest.mark.light
 def test_a_step_that_returns_no_loss_is_also_measured():
     control = ScalingControl()
