@@ -275,6 +275,25 @@ def test_the_line_about_the_first_step_names_operations_that_needed_all_rows() -
 
 
 @pytest.mark.light
+@pytest.mark.parametrize(("precision", "size"), [(None, 4), (torch.float16, 2)])
+def test_the_bytes_of_a_step_are_those_of_the_rows_at_the_edges(precision: torch.dtype | None, size: int) -> None:
+    def main(parts: SpatialParts) -> int:
+        layers = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 5, padding=2)
+        images = parts.scatter(torch.ones(2, 3, 16, 10), -2)
+        with torch.autocast("cpu", precision, enabled=precision is not None):
+            loss = layers[1](layers[0](images)).float().mean()
+        before = parts.sent_bytes
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert (before, parts.sent_bytes - before) == (forward, backward), parts.rank
+        return parts.sent_bytes
+
+    row = 2 * 10 * size  # Bytes of a row of a channel.
+    forward = (3 + 2 * 8) * row
+    backward = (3 + 2 * 8 + 2 * 8) * row  # The rows again, and the gradients of the rows between the layers.
+    assert on_parts(2, main) == [forward + backward] * 2
+
+
+@pytest.mark.light
 def test_a_value_that_only_one_rank_reads_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     def main(parts: SpatialParts) -> None:
         parts.note_loss = lambda text: print_time_out(f"{text}; Timed out")
