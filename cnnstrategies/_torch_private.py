@@ -226,6 +226,14 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
+def compiled_method(module: nn.Module) -> str | None:
+    """Return the name of a method of a module that a result of ``torch.compile`` replaces; None if there is none."""
+    for name, value in vars(module).items():
+        if hasattr(value, "_torchdynamo_orig_callable") and callable(getattr(type(module), name, None)):
+            return name
+    return None
+
+
 # Name of the attribute in which SequentialLR and ChainedScheduler keep the list of their schedulers. The list has the
 # same key in their `state_dict`.
 PARTS_OF_A_SCHEDULE = "_schedulers"

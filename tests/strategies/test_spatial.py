@@ -158,13 +158,20 @@ def test_mixed_precision_is_as_exact_as_on_one_device() -> None:
         assert (weights - exact).norm() < 2 * error
 
 
-class Compiling(LightningModule):
-    """A module of which a part is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Sequential(nn.Conv2d(3, 3, 3))
-        self.network[0].compile()
+def compiled_modules() -> Iterator[tuple[LightningModule, str]]:
+    """Yield modules of which a part is compiled, with the part's name."""
+    for name in ("network.0", "network", "network.forward", "training_step"):
+        module = OwnModule(nn.Sequential(nn.Conv2d(3, 3, 3)))
+        if name == "network.0":
+            module.network[0].compile()
+        elif name == "network":
+            module.network = torch.compile(module.network)
+        elif name == "network.forward":
+            module.network.forward = torch.compile(module.network.forward)
+        else:
+            module.training_step = torch.compile(module.training_step)
+            name = "OwnModule.training_step"
+        yield module, name
 
 
 @pytest.mark.light
@@ -192,8 +199,12 @@ def test_what_cannot_be_divided_is_refused_before_processes_start() -> None:
         alone.fit(OwnModule(nn.Identity()))
     with pytest.raises(ConfigurationError, match=r"sync_batchnorm=True: .* set trainer.sync_batchnorm to false"):
         quiet_trainer(SpatialStrategy(start_method="fork"), 2, sync_batchnorm=True).fit(OwnModule(nn.Identity()))
-    with pytest.raises(ConfigurationError, match=r"network.0 is compiled: .* leave torch.compile out, or use ddp"):
-        strategy.check_job(Compiling(), 4)
+    for module, name in compiled_modules():
+        with pytest.raises(ConfigurationError, match=rf"^{name} is compiled: .* leave torch.compile out, or use ddp"):
+            strategy.check_job(module, 4)
+        strategy.connect(module)
+        with pytest.raises(ConfigurationError, match=rf"^{name} is compiled: "):
+            strategy.on_train_start()  # A hook may have compiled it after the set-up.
     classifier = ImageClassifier(nn.Identity(), CLASSES, compile_backend="inductor")
     with pytest.raises(ConfigurationError, match="compile_backend='inductor' of ImageClassifier"):
         strategy.check_job(classifier, 4)

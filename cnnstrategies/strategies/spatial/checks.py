@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from cnnstrategies._lightning_private import is_compiled_whole
-from cnnstrategies._torch_private import is_compiled
+from cnnstrategies._torch_private import compiled_method, is_compiled
 from cnnstrategies.data.division import describe_loader, divided_among, has_map, same_loaders
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.gathering import GatherRows
@@ -69,6 +69,8 @@ def check_module(module: LightningModule) -> None:
     for name, layer in module.named_modules():
         if is_compiled(layer):
             raise ConfigurationError(f"{name or type(module).__name__} is compiled: {remedy}")
+        if (method := compiled_method(layer)) is not None:
+            raise ConfigurationError(f"{name or type(module).__name__}.{method} is compiled: {remedy}")
         if isinstance(layer, nn.SyncBatchNorm):
             raise ConfigurationError(
                 f"{name} is a SyncBatchNorm layer, which does not know parts of images: use BatchNorm, which sees the "

@@ -270,6 +270,11 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
             self._sent_before = -1
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        check_module(self._module)  # A hook may have compiled a layer.
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         assert self._same_weights is not None, "the set-up has created it"
