@@ -66,7 +66,8 @@ test-optimizers:
 	$(MAKE) VENV=$(OPTIMIZERS_VENV) EXTRAS=optimizers $(OPTIMIZERS_VENV)/.installed
 	$(OPTIMIZERS_VENV)/bin/python benchmarks/optimizers/published.py
 
-# The tests that need a machine with GPUs. Takes about 20 minutes, and writes the page. Without a GPU it is a rehearsal.
+# The tests that need a machine with GPUs. Takes about 10 minutes, and writes the page. Without a GPU it is a rehearsal,
+# which takes half an hour on two cores.
 test-gpu: $(INSTALLED)
 	$(BIN)/python tests/gpu/run.py benchmarks/gpu.md
 

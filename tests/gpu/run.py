@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from checks import ALONE, ON_GPU, TOGETHER
 
-LIMIT = 400  # Time limit of a check in seconds.
+# Time limit of a check in seconds. A rehearsal runs the cases of a check one after the other, on fewer cores.
+LIMIT = 400 if ON_GPU else 3600
 HEAD = """# On GPUs
 
 `make test-gpu` has written this page: what was tried on {gpus}, and what came of it.
