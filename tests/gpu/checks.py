@@ -40,6 +40,14 @@ RANKS_LIMIT = 300  # Time limit of a run with several ranks in seconds.
 # Strategies and modes whose weights differ from those of one process, because gradients are compressed, or because
 # workers make their own steps.
 COMPRESSED, OWN_STEPS = ("ddp_fp16", "ddp_bf16", "ddp_powersgd"), ("async", "ssp", "local")
+# Ranks, strategies and options whose peaks are predicted.
+PREDICTED: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "auto", {}),
+    (2, "ddp", {}),
+    (2, "parameter_server", {}),
+    (2, "hybrid_pipeline", {"replicas": [1, 1]}),
+    (3, "hybrid_pipeline", {"replicas": [2, 1]}),
+]
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 Rows = Iterator[tuple[str, str]]
 
@@ -245,26 +253,18 @@ def compiled() -> Rows:
 
 def peaks() -> Rows:
     """Compare each rank's predicted peak memory with the real peak in float64, with several ranks on one card."""
-    cases: list[tuple[int, str, dict[str, Any]]] = [
-        (1, "auto", {}),
-        (2, "ddp", {}),
-        (2, "parameter_server", {}),
-        (2, "hybrid_pipeline", {"replicas": [1, 1]}),
-        (3, "hybrid_pipeline", {"replicas": [2, 1]}),
-    ]
-    for ranks, strategy, options in cases:
+    for ranks, strategy, options in PREDICTED:
         with tempfile.TemporaryDirectory() as folder:
             _ranks(ranks, strategy, folder, peaks=folder, **options)
             pairs = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+        assert all(predicted for predicted, _ in pairs), f"{strategy} has no predicted peaks: {pairs}"
         description = f"{ranks} ranks on one card, {' '.join([strategy, *map(str, options.values())])}"
         yield description, "; ".join(_peak(rank, *pair) for rank, pair in enumerate(pairs))
 
 
 def _peak(rank: int, predicted: int, real: int) -> str:
-    text = f"rank {rank}: predicted {predicted / 2**20:,.0f} MiB" if predicted else f"rank {rank}: not predicted"
-    if not real:
-        return text
-    return f"{text}, real {real / 2**20:,.0f} MiB" + (f" ({predicted / real - 1:+.0%})" if predicted else "")
+    text = f"rank {rank}: predicted {predicted / 2**20:,.0f} MiB"
+    return f"{text}, real {real / 2**20:,.0f} MiB ({predicted / real - 1:+.0%})" if real else text
 
 
 def lost() -> Rows:
