@@ -3,7 +3,7 @@
 `simulate` cannot be undone. Call it only in processes that were forked for a test.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -252,6 +252,40 @@ def _simulate_first_gradients() -> None:
     torch.autograd._make_grads = made
 
 
+class Posted:
+    """A message that a device sends in the background. Its tensor has wrong values until the device waits for it.
+
+    Args:
+        tensor: The tensor on the device.
+        begin: Function that begins to send or to receive another tensor, and returns a work.
+        receives: Whether the message overwrites the tensor.
+        is_in_batch: Whether the message belongs to a batch of sends and receives.
+    """
+
+    def __init__(
+        self, tensor: Tensor, begin: Callable[[Tensor], Any], receives: bool, is_in_batch: bool = False
+    ) -> None:
+        self._host, self._receives, self._is_in_batch = _unwrap(tensor), receives, is_in_batch
+        self._value = self._host.clone()
+        if receives:
+            _spoil(self._host)
+        self._work = begin(GpuTensor(self._value))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any) -> bool:
+        """Let the device wait for the message."""
+        self._work.wait(*args)
+        if self._receives:
+            self._host.copy_(self._value)
+        else:
+            assert torch.equal(self._host, self._value), "a tensor was written to that is being sent"
+        if self._is_in_batch and DEVICE.messages[-1].kind != END:
+            DEVICE.messages.append(Message(END))
+        return True
+
+
 def _simulate_nccl() -> None:
     """Make gloo groups claim to be NCCL groups, except groups that are created for gloo.
 
@@ -296,33 +330,20 @@ def _simulate_nccl() -> None:
             pairs.add((members[pair[0]], members[pair[1]]))
         DEVICE.messages.append(Message(P2P, group.group_name, members, frozenset(pairs), is_on_device))
         in_batch[0] = True
-        works = [Posted(operation) for operation in operations] if is_on_device else batch(operations)
+        works = [posted(operation) for operation in operations] if is_on_device else batch(operations)
         in_batch[0] = False
         return works
 
-    class Posted:
-        """A send or a receive of a device, whose tensor has its values when the device has waited for it."""
+    def posted(operation: dist.P2POp) -> "Posted":
+        def begin(tensor: Tensor) -> Any:
+            sent = dist.P2POp(operation.op, tensor, group=operation.group, group_peer=operation.group_peer)
+            return batch([sent])[0]
 
-        def __init__(self, operation: dist.P2POp) -> None:
-            self.tensor, self.receives = operation.tensor, operation.op is dist.irecv
-            self.value = _unwrap(operation.tensor).clone()
-            if self.receives:
-                _spoil(_unwrap(self.tensor))
-            sent = dist.P2POp(
-                operation.op, GpuTensor(self.value), group=operation.group, group_peer=operation.group_peer
-            )
-            (self.work,) = batch([sent])
-
-        def wait(self) -> None:
-            self.work.wait()
-            if self.receives:
-                _unwrap(self.tensor).copy_(self.value)
-            else:
-                assert torch.equal(_unwrap(self.tensor), self.value), "a tensor was written to that is being sent"
-            if DEVICE.messages[-1].kind != END:
-                DEVICE.messages.append(Message(END))
+        return Posted(operation.tensor, begin, operation.op is dist.irecv, is_in_batch=True)
 
     def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> dist.Work | None:
+        if is_on_device(tensor) and kwargs.get("async_op"):
+            return Posted(tensor, lambda value: all_reduce(value, op, *args, **kwargs), receives=True)  # type: ignore[return-value]
         if op != dist.ReduceOp.AVG or tensor.is_floating_point():
             return all_reduce(tensor, op, *args, **kwargs)
         all_reduce(tensor, dist.ReduceOp.SUM, *args, **kwargs)  # gloo cannot average integers.

@@ -24,6 +24,7 @@ from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
+from cnnstrategies.spatial import gradient_sums
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
 from cnnstrategies.strategies.balancing import Balance
 
@@ -241,6 +242,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         1000.0  # Otherwise it would check twice a second, possibly in each of these slow steps.
     )
     measure.profile = PROFILE
+    gradient_sums.MESSAGE_BYTES = 1000  # Otherwise these small gradients would be one message.
     trainer = quiet_trainer(
         case.strategy(),
         world,
