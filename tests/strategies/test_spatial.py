@@ -22,6 +22,7 @@ from spatial_programs import (
     CLASSES,
     PROGRAMS,
     OwnModule,
+    Spiked,
     images_with,
     train_all,
     train_from,
@@ -150,12 +151,35 @@ def test_checkpoints_are_resumed_on_one_device_and_in_two_parts(tmp_path: Path) 
 
 
 @pytest.mark.cluster
-def test_mixed_precision_is_as_exact_as_on_one_device() -> None:
-    exact = run_apart(train_in, auto, 1, "32-true")
-    error = (run_apart(train_in, auto, 1, "bf16-mixed") - exact).norm()
-    assert error > 1e-4
-    for weights in run_ranks(2, train_in, two_parts, 2, "bf16-mixed"):
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_is_as_exact_as_on_one_device(precision: str) -> None:
+    exact, _ = run_apart(train_in, auto, 1, "32-true")
+    mixed, scale = run_apart(train_in, auto, 1, precision)
+    error = (mixed - exact).norm()
+    assert error > 1e-5
+    for weights, own_scale in run_ranks(2, train_in, two_parts, 2, precision):
         assert (weights - exact).norm() < 2 * error
+        assert own_scale == scale
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("ranks", "others", "strategy"), [(2, 1, auto), (4, 2, ddp)], ids=["parts", "groups"])
+def test_an_infinite_gradient_of_one_rank_skips_the_step_on_all_ranks(ranks: int, others: int, strategy: Any) -> None:
+    """The gradient is infinite in the last row of the last group's images."""
+    mixed, _ = run_apart(train_in, auto, 1, "16-mixed")
+    exact, _ = run_apart(train_in, auto, 1, "32-true")
+    reports = run_ranks(ranks, train_in, two_parts, ranks, "16-mixed", Spiked)
+    expected = (
+        run_ranks(others, train_in, strategy, others, "16-mixed", Spiked)
+        if others > 1
+        else [run_apart(train_in, strategy, 1, "16-mixed", Spiked)]
+    )
+    for weights, scale in reports:
+        assert scale == expected[0][1]
+        assert torch.equal(weights, reports[0][0])
+        assert (weights - expected[0][0]).norm() < 2 * (mixed - exact).norm()
+    # One of the steps was skipped, and halved the scale.
+    assert expected[0][1] == 1024 * 8 / 2 * (8 if others == 1 else 1)
 
 
 def compiled_modules() -> Iterator[tuple[LightningModule, str]]:
