@@ -160,7 +160,11 @@ def test_reports_of_allocators_are_told_from_other_errors(error: BaseException, 
 @pytest.mark.light
 @pytest.mark.parametrize(
     ("kind", "ranks", "start"),
-    [("replica", 1, "use --trainer.callbacks+=Act"), ("replica", 2, "use more parts"), ("stages", 1, "set the strat")],
+    [
+        ("replica", 1, "use --trainer.callbacks+=Act"),
+        ("replica", 2, "use --trainer.callbacks+=ActivationCheckpointing, or more parts"),
+        ("stages", 1, "set the strat"),
+    ],
 )
 def test_a_failed_rank_reports_what_it_has_held(kind: str, ranks: int, start: str) -> None:
     facts = {"step_kind": kind, "ranks_per_batch": ranks, "root_device": torch.device("cpu")}

@@ -36,9 +36,9 @@ class ActivationCheckpointing(Callback):
     numbers, and BatchNorm updates its running statistics once.
 
     The callback works on one device and with every strategy in which each process trains the whole network: ``ddp``,
-    ``ddp_balanced``, compressed DDP, and parameter servers. The modules, their hooks and the names in checkpoints do
-    not change. Hooks of modules inside of the network run in both forwards. The strategy ``hybrid_pipeline`` has an
-    option ``activation_checkpointing`` of its own.
+    ``ddp_balanced``, compressed DDP, ``spatial``, and parameter servers. The modules, their hooks and the names in
+    checkpoints do not change. Hooks of modules inside of the network run in both forwards. The strategy
+    ``hybrid_pipeline`` has an option ``activation_checkpointing`` of its own.
 
     Args:
         cuts: Names of the modules after which the network is cut. By default the cuts are chosen at the start of

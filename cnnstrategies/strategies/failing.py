@@ -302,12 +302,14 @@ def remedy_for(trainer: Trainer) -> str:
     largest = "cnnstrategies plan --largest_batch finds the largest batch that fits"
     if facts.step_kind == "stages":
         return f"set the strategy's option {again}: always, use more stages or microbatches; {largest}"
-    if facts.ranks_per_batch > 1:
-        return f"use more parts with --trainer.strategy.init_args.parts, or {batches}; {largest}"
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
     has_callback = any(type(callback).__name__ == "ActivationCheckpointing" for callback in callbacks)
-    first = "" if has_callback else "use --trainer.callbacks+=ActivationCheckpointing, or "
-    return f"{first}{batches}, or strategy hybrid_pipeline; {largest}"
+    remedies = [] if has_callback else ["--trainer.callbacks+=ActivationCheckpointing"]
+    if facts.ranks_per_batch > 1:
+        remedies += ["more parts with --trainer.strategy.init_args.parts", batches]
+    else:
+        remedies += [batches, "strategy hybrid_pipeline"]
+    return f"use {', or '.join(remedies)}; {largest}"
 
 
 def last_line(exception: BaseException) -> str:

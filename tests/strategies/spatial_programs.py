@@ -29,7 +29,7 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from cnnstrategies import ImageClassifier, ImageSegmenter
-from cnnstrategies.callbacks import GracefulStop, graceful_stop
+from cnnstrategies.callbacks import ActivationCheckpointing, GracefulStop, graceful_stop
 
 CLASSES = 5
 SAMPLES, HEIGHT, WIDTH = 11, 41, 33
@@ -135,7 +135,7 @@ PROGRAMS = {
         lambda: ImageClassifier(
             nn.Sequential(nn.Dropout(0.1), ResNet(classes=CLASSES), nn.Dropout(0.1)), CLASSES, SGD, mixup_alpha=0.4
         ),
-        then=("validate",), seed="3",
+        trainer={"callbacks": [ActivationCheckpointing()]}, then=("validate",), seed="3",
     ),
     "segmenter": Program(
         lambda: ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD, channels_last=True),

@@ -35,7 +35,10 @@ def check_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("how", "pattern"),
     [
-        ("SIGKILL", r"The run cannot continue: rank 1 was ended by SIGKILL, .* in step 9 .*; if .*, use more parts"),
+        (
+            "SIGKILL",
+            r"The run cannot continue: rank 1 was ended by SIGKILL, .* in step 9 .*; if .*, or more parts with ",
+        ),
         ("asleep", WAITS),
     ],
 )
