@@ -155,7 +155,7 @@ class _CountingLink:
         self._walk, self.rank, self.count = walk, rank, count
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
-        self._walk.exchanges += 1
+        self._walk.exchanges += bool(sends or receives)
         self._walk.sent += sum(tensor.nbytes for tensor in sends.values())
         self._walk.received += sum(tensor.nbytes for tensor in receives.values())
         return lambda: None

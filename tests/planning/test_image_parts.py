@@ -84,6 +84,12 @@ def test_counted_messages_and_memory_are_those_of_a_step(parts: int) -> None:
     assert costs.seconds > 10, "each divided operation takes the time of a rule"
 
 
+def test_exchanges_without_rows_cost_nothing() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1, 2))
+    costs = part_costs(trace_open(network, True), torch.zeros(1, 3, 16, 16), 2, None)
+    assert costs.exchanges == 2, "the first convolution's rows in the forward and in the backward"
+
+
 def test_the_longest_dimension_is_divided() -> None:
     assert divided_axis(torch.empty(2, 3, 40, 41)) == 3
     assert divided_axis(torch.empty(2, 3, 41, 41)) == 2
