@@ -32,7 +32,7 @@ def test_a_helper_ends_only_by_its_rank(method):
             check_ends_on_signal()
         early = list(STOPS)
         # These signals arrive after the fork, and before multiprocessing calls `shield` in the helper.
-        os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), signum) for signum in early])
+        os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), early.pop()) for _ in STOPS if early])
         context = multiprocessing.get_context(method)
         ours, theirs = context.Pipe()
         with spawned_by_a_thread():

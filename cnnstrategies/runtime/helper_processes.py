@@ -10,12 +10,13 @@ worker. A helper process therefore blocks SIGTERM. A thread waits for the blocke
 
 import contextlib
 import functools
+import inspect
 import multiprocessing
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import util
 from types import FrameType
 from typing import Any
@@ -98,17 +99,27 @@ def _ignore(signum: int, frame: FrameType | None) -> None:
 
 
 def _unblocked(initialize: Any) -> Any:
-    """Return a constructor of ``subprocess.Popen`` whose programs do not inherit the blocked SIGTERM."""
+    """Return a constructor of ``subprocess.Popen`` whose programs do not inherit the blocked SIGTERM.
+
+    The new process unblocks SIGTERM, and not this process: a SIGTERM that arrives now, or for which the thread has not
+    been awake yet, would end this process.
+    """
+    parameters = inspect.signature(initialize)
 
     @functools.wraps(initialize)
     def start(*args: Any, **kwargs: Any) -> None:
-        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        try:
-            initialize(*args, **kwargs)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        call = parameters.bind(*args, **kwargs)
+        call.arguments["preexec_fn"] = functools.partial(_unblock, call.arguments.get("preexec_fn"))
+        initialize(*call.args, **call.kwargs)
 
     return start
+
+
+def _unblock(before_program: Callable[[], object] | None) -> None:
+    """Let a new process get SIGTERM, before it calls the user's function and becomes another program."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if before_program is not None:
+        before_program()
 
 
 def _wait_for_end(rank: int) -> None:
