@@ -41,9 +41,9 @@ test-extras:
 	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich $(EXTRAS_VENV)/.installed
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
-# verify with published networks and modules under every strategy, in an environment with their packages. Takes an hour
-# or more; PART=3/10 runs a tenth, and STRATEGY=hybrid only strategies whose names contain this. See tests/zoo. The
-# results are written to build/zoo. A complete run makes the page.
+# verify with published networks and modules under every strategy, and networks with divided images, in an environment
+# with their packages. Takes an hour or more; PART=3/10 runs a tenth, and STRATEGY=hybrid only strategies whose names
+# contain this. See tests/zoo. The results are written to build/zoo. A complete run makes the page.
 ZOO_VENV ?= .venv-zoo
 PART ?= 1/1
 STRATEGY ?=
@@ -51,7 +51,7 @@ test-zoo:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
 	CNNSTRATEGIES_ZOO_PART=$(PART) CNNSTRATEGIES_ZOO_STRATEGY=$(STRATEGY) PYTHONPATH=tests/zoo \
 		$(ZOO_VENV)/bin/python -m pytest --numprocesses 2 --maxschedchunk 1 --timeout 1500 \
-		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py tests/zoo/stages.py
+		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py tests/zoo/stages.py tests/zoo/divided.py
 ifeq ($(PART)$(STRATEGY),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
