@@ -23,7 +23,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 COUNTS = (2, 3)
 EXACT = 1e-12
 SEEDS = 3  # Of each kind of rounding errors, if the first one does not explain a difference.
-CALM_TERM = 1.0  # Added to variances, in place of 1e-5.
+CALM_TERM = 10.0  # Added to variances, in place of 1e-5.
 MOST_ROUNDING = 1e-8  # Larger differences are not called rounding errors.
 LEAST_SHARE = 1e-3  # Gradients of a parameter are compared relative to at least this share of the largest gradient.
 
