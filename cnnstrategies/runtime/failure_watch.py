@@ -94,14 +94,14 @@ class FailureWatch:
         """
         self._exception = exception
         if self.first is None:
-            self.first = _within(ANSWER, partial(self._store.report, failure), None)
+            self.first = within(ANSWER, partial(self._store.report, failure), None)
         self.first = self.first or failure
 
     def fail_together(self, point: str, seconds: float) -> bool:
         """Return whether all ranks have failed at the same point; see :meth:`.FailureStore.fail_together`."""
         if self._finished:
             return False
-        return _within(seconds + ANSWER, partial(self._store.fail_together, point, seconds), False)
+        return within(seconds + ANSWER, partial(self._store.fail_together, point, seconds), False)
 
     def close(self) -> None:
         """End the thread, because this process leaves its trainer.
@@ -112,7 +112,7 @@ class FailureWatch:
         if self._closing.is_set():
             return
         self._closing.set()
-        _within(SERVING + ANSWER, self._leave, None)
+        within(SERVING + ANSWER, self._leave, None)
         self._store.close()
 
     def _leave(self) -> None:
@@ -162,7 +162,7 @@ class FailureWatch:
         return False
 
 
-def _within(seconds: float, function: Callable[[], T], default: T) -> T:
+def within(seconds: float, function: Callable[[], T], default: T) -> T:
     """Return the result of a function that uses the store. Return a default value if it is not there in time.
 
     If the process that serves the store is stopped, for example by SIGSTOP, the store never replies.

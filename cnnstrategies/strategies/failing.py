@@ -8,12 +8,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from cnnstrategies._torch_private import default_store
@@ -23,6 +25,7 @@ from cnnstrategies.runtime.failure_store import FailureStore, RankFailure
 from cnnstrategies.runtime.failure_watch import FailureWatch
 from cnnstrategies.runtime.memory_records import exit_at_once
 from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_of_memory, line_of
+from cnnstrategies.runtime.stalls import StallWatch
 from cnnstrategies.strategies.meeting import MeetingDDPStrategy
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -56,12 +59,13 @@ class FailTogether(Callback):
         self.cause: BaseException | None = None
         self._explain = explain
         self._watch: FailureWatch | None = None
+        self._stalls: StallWatch | None = None
         self._first: RankFailure | None = None
         self._is_rank = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the thread, because a copy of a trainer does not watch the ranks."""
-        return {**vars(self), "_watch": None}
+        return {**vars(self), "_watch": None, "_stalls": None}
 
     @property
     def first(self) -> RankFailure | None:
@@ -76,12 +80,19 @@ class FailTogether(Callback):
             return
         # The coordinator of the parameter servers watches its workers itself, and their process group has no store.
         if not facts_of(trainer.strategy).connects_hosts:
-            store = FailureStore(default_store(), next(_calls), trainer.world_size)
-            self._watch = FailureWatch(store, trainer.global_rank, partial(self._end, trainer))
+            call, rank = next(_calls), trainer.global_rank
+            store = FailureStore(default_store(), call, trainer.world_size)
+            self._watch = FailureWatch(store, rank, partial(self._end, trainer))
+            places = PrefixStore(f"cnnstrategies_stalls_{call}", default_store())
+            folder = Path(trainer.default_root_dir, "stalls")
+            self._stalls = StallWatch(places, rank, trainer.world_size, folder)
 
     def close(self) -> None:
         """End the watch, because this process leaves the trainer."""
         watch = self._watch
+        if self._stalls is not None:
+            self._stalls.close()
+            self._stalls = None
         if watch is not None:
             watch.close()
             self._first, self._watch = watch.first, None
@@ -89,6 +100,16 @@ class FailTogether(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.watch(trainer)
+
+    def move(self, *args: Any, **kwargs: Any) -> None:
+        """Record that this rank begins or ends a batch."""
+        if self._stalls is not None:
+            self._stalls.move()
+
+    on_train_batch_start = on_train_batch_end = move
+    on_validation_batch_start = on_validation_batch_end = move
+    on_test_batch_start = on_test_batch_end = move
+    on_predict_batch_start = on_predict_batch_end = move
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -246,6 +246,7 @@ class FirstToFail(FailTogether):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.move()
         if self._record is not None:
             self._record.write(trainer.global_step)
 
