@@ -166,6 +166,7 @@ class StallWatch:
         with contextlib.suppress(RuntimeError, ValueError):
             self._store.set(f"member {self._rank}", self._encoded("", False))
             number = 0  # Number of stalls so far.
+            began = time.monotonic()
             while not self._closing.wait(POLL):
                 if len(self._members) < self._world_size:
                     self._members = self._read("member")
@@ -174,7 +175,10 @@ class StallWatch:
                 is_late = seconds > limit and self._reported != self._count
                 # A store that was stopped never replies. Usually rank 0 serves it.
                 is_asked = within(ANSWER, partial(self._store.check, [f"asked {number}"]), None)
-                if is_asked is None and is_late and self._rank == 1:
+                before, began = began, time.monotonic()
+                if began - before > POLL + ANSWER + SHORTEST / 2:
+                    self._moved = began  # This process itself was stopped, and the other ranks have reported that.
+                elif is_asked is None and is_late and self._rank == 1:
                     self._reported = self._count
                     self._answer()
                     # The other ranks cannot be asked. Most likely they wait for rank 0, as this rank does.
