@@ -16,7 +16,6 @@ from typing_extensions import override
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
-from cnnstrategies.planning.costs import digits
 from cnnstrategies.strategies.protocol import facts_of
 
 History = Mapping[int, Mapping[str, float]]
@@ -68,7 +67,7 @@ class TrainingSummary(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
             if isinstance(callback, SamplesPerSecond) and callback.mean is not None:
                 processes = "1 process" if trainer.world_size == 1 else f"{trainer.world_size} processes"
-                speed = f"{callback.mean:,.0f}" if callback.mean >= 10 else digits(callback.mean, 2)
+                speed = f"{callback.mean:,.0f}" if callback.mean >= 10 else f"{callback.mean:.2g}"
                 rows.append(("samples/s", f"{speed} over {processes}"))
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:

@@ -11,7 +11,10 @@ from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.memory import PeakMemory, replica_peak
 from cnnstrategies.planning.stage_costs import reduced_at, stage_costs
 from cnnstrategies.shares import deal
-from cnnstrategies.spatial.gradient_sums import MESSAGE_BYTES
+
+MESSAGE_BYTES = (
+    8 << 20
+)  # Bytes of gradients that the engine sums together. Its constant cannot be imported without torch.
 
 
 def spatial(job: Job) -> Iterator[Candidate]:

@@ -8,6 +8,7 @@ from planning.random_graphs import chain
 from spatial.parts_in_turn import on_parts
 from torch import nn
 
+from cnnstrategies import planning
 from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.cluster import Cluster
@@ -17,7 +18,7 @@ from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.measure_parts import divided_axis, part_costs, possible_parts
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.spatial import spatial
-from cnnstrategies.spatial import RowsTensor, SpatialParts
+from cnnstrategies.spatial import RowsTensor, SpatialParts, gradient_sums
 
 LINK = Link(bandwidth=1e6, latency=1e-3, work=1e-4)
 PARTS = PartCosts(
@@ -160,3 +161,7 @@ def test_a_plan_names_divided_images_where_a_batch_has_fewer_images_than_devices
     assert "spatial, parts=2" in [str(row) for row in (*ranking.same, *ranking.changing)]
     notes = rank(replace(job(4, 8), image_parts=(), whole_images="an operation")).notes
     assert any(note.startswith("spatial: not predicted") and note.endswith("an operation") for note in notes)
+
+
+def test_plans_know_how_many_bytes_of_gradients_the_engine_sums_together() -> None:
+    assert planning.spatial.MESSAGE_BYTES == gradient_sums.MESSAGE_BYTES
