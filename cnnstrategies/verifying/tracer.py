@@ -27,6 +27,9 @@ from cnnstrategies.models.joined_batches import tensors_in
 from cnnstrategies.models.samples import count_samples
 
 SIGNS = 8  # Number of sums in a sketch of a sample.
+# Number of elements in a block, and number of blocks with signs of their own. Signs for all elements of a large value
+# would need much memory, so the sign of an element is the product of its sign in a block and the sign of the block.
+BLOCK, BLOCKS = 1 << 16, 1 << 12
 Kind = Literal["weight", "buffer", "input", "output", "loss", "gradient", "parameter gradient", "final gradient"]
 
 
@@ -83,11 +86,12 @@ class Trace:
     drawing: set[str] = field(default_factory=set)
 
 
-@functools.lru_cache(maxsize=8)
-def _signs(count: int) -> Tensor:
-    """Return random signs of shape (count, ``SIGNS``), which are the same in all processes."""
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(0, 2, (count, SIGNS), generator=generator, dtype=torch.int8) * 2 - 1
+@functools.cache
+def _signs() -> tuple[Tensor, Tensor]:
+    """Return random signs for the elements of a block, and for blocks. All processes have the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (BLOCK + BLOCKS, SIGNS), generator=generator).double() * 2 - 1
+    return signs[:BLOCK], signs[BLOCK:]
 
 
 def sketch_of(value: Tensor, by_sample: bool) -> Tensor:
@@ -102,7 +106,11 @@ def sketch_of(value: Tensor, by_sample: bool) -> Tensor:
     """
     rows = value.shape[0] if by_sample and value.dim() > 0 else 1
     flat = value.detach().cpu().double().reshape(rows, -1)
-    return flat @ _signs(flat.shape[1]).double()
+    signs, block_signs = _signs()
+    sketch = torch.zeros(rows, SIGNS, dtype=torch.float64)
+    for block, elements in enumerate(torch.split(flat, BLOCK, dim=1)):
+        sketch = sketch + elements @ signs[: elements.shape[1]] * block_signs[block % BLOCKS]
+    return sketch
 
 
 class Tracer:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cnnstrategies.verifying.causes import likely_cause
 from cnnstrategies.verifying.first_difference import LEAST, TraceComparison
-from cnnstrategies.verifying.tracer import ModuleNote, SketchedValue, Trace, sketch_of
+from cnnstrategies.verifying.tracer import BLOCK, ModuleNote, SketchedValue, Trace, sketch_of
 
 pytestmark = pytest.mark.light
 OUTPUT = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -110,3 +110,17 @@ def test_weights_that_differ_after_a_step_have_a_cause_in_the_gradients_of_the_s
     comparison = compared(steps(1, 1), [steps(1, 1), steps(1, 1.1)])
     cause = likely_cause(comparison.first(), comparison)
     assert cause.startswith("the optimizer's step or gradient clipping on rank 1 only: gradients agree, and b does not")
+
+
+@pytest.mark.parametrize("count", [1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_a_sketch_shows_the_size_of_a_difference_in_any_block(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(2, count, generator=generator, dtype=torch.float64)
+    for place in {0, count // 2, count - 1}:
+        other = value.clone()
+        other[1, place] += 0.5
+        difference = sketch_of(value, by_sample=True) - sketch_of(other, by_sample=True)
+        assert not difference[0].any()
+        assert torch.allclose(difference[1].abs(), torch.tensor(0.5, dtype=torch.float64)), "the size of the change"
+    moved = value.roll(BLOCK, dims=1)
+    assert count <= BLOCK or not torch.allclose(sketch_of(moved, by_sample=True), sketch_of(value, by_sample=True))
