@@ -112,7 +112,7 @@ def test_hosts_that_do_not_find_each_other_say_why(hosts: Network) -> None:
     nothing_listens = train(hosts, 1, soon, port=29512)
     no_such_host = train(hosts, 1, soon, address="10.77.9.3")
     wrong = [train(hosts, node, "--interconnect.interface=extra", port=29513) for node in (0, 1)]
-    without_keys = train(hosts, 0, "--trainer.strategy=parameter_server")
+    without_keys = train(hosts, 0, "--trainer.strategy=parameter_server", port=29531)  # One port is for one run.
     runs = (alone, nothing_listens, no_such_host, without_keys, *wrong)
     assert [run.wait() for run in runs] == [2] * 6, "\n".join(run.output() for run in runs)
     assert "alpha has waited 2 s for node 1" in alone.output()
