@@ -60,9 +60,9 @@ torchvision's.
 In one process, with a connection that sends nothing, a step with half of the rows of two images of 512 x 512 takes
 {alone} of the processor time of a step with one whole image. So the rules for divided tensors are only a part of the
 excess of ResNet-50. It has 53 batch norms, and each is a sum over the processes in the forward and another one in the
-backward, for which the processes wait; 52 exchanges of rows are added. The machine had other work during the
-measurement, and a process that waits lets other programs in. The threads of gloo took 0.19 s of processor time in each
-process in a step of ResNet-50, and 0.05 s under DDP.
+backward, for which the processes wait; 52 exchanges of rows are added. The threads of gloo took 0.19 s of processor
+time in each process in a step of ResNet-50, and 0.05 s under DDP. At 1024 the network itself takes four times as long,
+and the messages do not.
 
 Tried for ResNet-50:
 
@@ -72,8 +72,9 @@ Tried for ResNet-50:
   of tensors of two shapes. Convolutions with large weights copy their few rows together with those of the neighbour,
   because a convolution of the edges alone reads the weights again. Convolutions of 1 x 1 with stride 2 need no copy of
   rows. In one process, 1.14 became 1.08 to 1.13.
-- Not tried: sums of a few numbers by sends and receives. On this machine a sum by gloo's all-reduce takes 0.2 ms of
-  processor time and 1.1 ms until it has ended, and an exchange of rows 0.1 and 0.15 ms.
+- Sums of few numbers by one exchange and an addition on each process, in place of gloo's all-reduce. By itself such a
+  sum is faster (0.15 in place of 1.1 ms), but a step at 512 is not: in two alternating runs each, the ratio was 1.32
+  and 1.28 in place of 1.24 and 1.27. It was left out.
 - Left: about 350 operations with a rule in Python, and the sums of gradients at skips, for which autograd takes new
   memory if tensors are divided.
 """
