@@ -51,7 +51,8 @@ CLIPPED = (
 )
 UPDATE = (
     "the optimizer's step or gradient clipping{some}: gradients agree, and {name} does not agree after the step; look "
-    "at settings that depend on the process, such as the learning rate"
+    "at settings that depend on the process, such as the learning rate, and at what the strategy itself does "
+    "differently"
 )
 
 
