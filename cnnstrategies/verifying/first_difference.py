@@ -168,6 +168,8 @@ class TraceComparison:
                 if key in values
             }
             ranks = tuple(rank for rank, size in sizes.items() if size > self._allowed(rounding))
+            if not ranks:
+                continue  # The gradients are NaN in both runs.
             agreeing = tuple(rank for rank in sizes if rank not in ranks)
             return FirstDifference(step + 1, key[1], key[2], ranks, None, max(sizes.values()), rounding, agreeing)
         return None

@@ -124,3 +124,8 @@ def test_a_sketch_shows_the_size_of_a_difference_in_any_block(count: int) -> Non
         assert torch.allclose(difference[1].abs(), torch.tensor(0.5, dtype=torch.float64)), "the size of the change"
     moved = value.roll(BLOCK, dims=1)
     assert count <= BLOCK or not torch.allclose(sketch_of(moved, by_sample=True), sketch_of(value, by_sample=True))
+
+
+def test_gradients_that_are_nan_in_both_runs_are_not_named() -> None:
+    both = trace(("parameter gradient", "a", [torch.full((3,), torch.nan)]))
+    assert compared(both, [both, both]).first() is None

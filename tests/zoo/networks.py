@@ -17,11 +17,17 @@ def segmenter(name: str) -> nn.Module:
     return kind("resnet18", encoder_weights=None, in_channels=3, classes=CLASSES)
 
 
+# With its own random weights, the loss of this network is NaN from the first step on, which would show nothing.
+TORCHVISION_OPTIONS = {"inception_v3": {"init_weights": False}}
 # By name: a function that makes the network, the size of its images, and whether its targets are masks.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
     **{f"timm.{name}": (partial(timm.create_model, name, num_classes=CLASSES), TIMM[name], False) for name in TIMM},
     **{
-        f"torchvision.{name}": (partial(get_model, name, num_classes=CLASSES), TORCHVISION[name], False)
+        f"torchvision.{name}": (
+            partial(get_model, name, num_classes=CLASSES, **TORCHVISION_OPTIONS.get(name, {})),
+            TORCHVISION[name],
+            False,
+        )
         for name in TORCHVISION
     },
     **{
