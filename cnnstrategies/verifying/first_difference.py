@@ -10,12 +10,12 @@ from torch import Tensor
 
 from cnnstrategies.verifying.batches import Precision
 from cnnstrategies.verifying.tracer import Kind, SketchedValue, Trace
+from cnnstrategies.verifying.verdict import FACTOR
 
 # Order in which the values of a step are compared. Within a group, values are in the order in which one device has
 # computed them. The loss is not among them, because the loss of a rank is that of its own samples.
 ORDER: tuple[tuple[Kind, ...], ...] = (("weight", "buffer"), ("input", "output"), ("gradient",))
 GRADIENTS: tuple[Kind, ...] = ("parameter gradient", "final gradient")  # Compared after all other values of a step.
-FACTOR = 10.0  # Rounding explains differences up to this multiple of the difference that it has made on one device.
 # Differences that rounding always explains, relative to the size of the value. Keys are the precisions of the runs.
 LEAST: dict[Precision, float] = {"64-true": 1e-11, "32-true": 1e-5, "bf16-mixed": 1e-2, "16-mixed": 1e-3}
 
@@ -86,6 +86,8 @@ class TraceComparison:
         self._ranks_per_batch = ranks_per_batch
         self._least = least
         self._values = _by_key(reference)
+        # Position of each value among those with its key. Values of forwards that are repeated are not among them.
+        self._positions = {id(value): place for values in self._values.values() for place, value in enumerate(values)}
         self._rank_values = [_by_key(trace) for trace in ranks]
         self._noisy_values = [_by_key(trace) for trace in noisy]
 
@@ -116,18 +118,19 @@ class TraceComparison:
             name: Name of the parameter.
         """
         keys = [key for key in self._values if key[0] == step - 1 and key[1] == "parameter gradient"]
-        equal = {key[2]: _are_equal([values[key][0].sketch for values in self._having(key)]) for key in keys}
+        sketches = {key: [values[key][0].sketch for values in self._rank_values if key in values] for key in keys}
+        equal = {key[2]: _are_equal(parts) for key, parts in sketches.items()}
         return not equal.get(name, True) and any(equal.values())
 
     def _first_value(self, step: int) -> FirstDifference | None:
         previous = ""
         scales: dict[int, float] = {}
         for kinds in ORDER:
-            positions: dict[Key, int] = defaultdict(int)
             for value in (value for value in self.reference.values if value.step == step and value.kind in kinds):
+                if id(value) not in self._positions:
+                    continue
                 key: Key = (step, value.kind, value.name)
-                position = positions[key]
-                positions[key] += 1
+                position = self._positions[id(value)]
                 rounding = self._rounding(key, position)
                 parts = self._parts(key, position)
                 if value.kind == "gradient":
@@ -184,21 +187,17 @@ class TraceComparison:
         value = self._values[key][position].sketch
         return max((_relative(sketch - value, value) for sketch in noisy if sketch.shape == value.shape), default=0.0)
 
-    def _having(self, key: Key) -> list[dict[Key, list[SketchedValue]]]:
-        return [values for values in self._rank_values if key in values]
-
     def _mean_difference(self, key: Key) -> float:
         """Return the relative difference of the mean of the ranks' values, weighted by their numbers of samples."""
         value = self._values[key][0].sketch
-        counts = [
-            trace.samples[key[0]] for trace, values in zip(self._ranks, self._rank_values, strict=True) if key in values
+        parts = [
+            (trace.samples[key[0]], values[key][0].sketch)
+            for trace, values in zip(self._ranks, self._rank_values, strict=True)
+            if key in values
         ]
-        parts = [values[key][0].sketch for values in self._having(key)]
         if not parts:
             return 0.0
-        mean = sum((count * part for count, part in zip(counts, parts, strict=True)), torch.zeros(())) / max(
-            1, sum(counts)
-        )
+        mean = sum((count * part for count, part in parts), torch.zeros(())) / max(1, sum(count for count, _ in parts))
         return _relative(mean - value, value)
 
     def _parts(self, key: Key, position: int) -> list[_Part]:

@@ -129,3 +129,20 @@ def test_a_sketch_shows_the_size_of_a_difference_in_any_block(count: int) -> Non
 def test_gradients_that_are_nan_in_both_runs_are_not_named() -> None:
     both = trace(("parameter gradient", "a", [torch.full((3,), torch.nan)]))
     assert compared(both, [both, both]).first() is None
+
+
+def test_forwards_that_are_repeated_are_compared_once_and_calls_by_their_number() -> None:
+    def run(changed_call: int | None) -> Trace:
+        calls = [changed(2) if call == changed_call else (call + 1) * OUTPUT for call in range(2)]
+        outputs = [
+            SketchedValue(0, "output", "layer", call, sketch_of(value, by_sample=True), is_recorded)
+            for is_recorded in (False, True)
+            for call, value in enumerate(calls)
+        ]
+        gradients = [
+            SketchedValue(0, "gradient", "layer", call, sketch_of(calls[call], by_sample=True)) for call in (1, 0)
+        ]
+        return Trace([*outputs, *gradients], [8])
+
+    assert compared(run(None), [run(None)]).first() is None
+    assert compared(run(None), [run(1)]).first().kind == "output"
