@@ -120,10 +120,10 @@ def families_of(configuration: ModelAndData) -> tuple[str, ...]:
     configured = configuration.config.trainer.strategy
     if _request(configured, configuration.model) is not None:
         return ("hybrid",)
-    name = configured if isinstance(configured, str) else str(configured.class_path)
+    name = _name_of(configured)
     if "parameter_server" in name or "ParameterServer" in name:
         return ("parameter_server",)
-    if "spatial" in name.lower():
+    if _divides_images(configured):
         return ("spatial",)
     return ("ddp_balanced", "ddp") if "balanced" in name.lower() else ("ddp",)
 
@@ -300,12 +300,21 @@ def _request(configured: Any, module: LightningModule) -> LayoutRequest | None:
     return replace(request, schedule=order_of(module, request.schedule))
 
 
-def _image_parts(strategy: Any) -> int:
-    """Return the number of devices that have parts of the same images under a configuration's strategy."""
-    name = strategy if isinstance(strategy, str) else str(strategy.class_path)
-    if "spatial" not in name.lower():
+def _name_of(configured: Any) -> str:
+    """Return the name or the class path of the strategy in a configuration."""
+    return configured if isinstance(configured, str) else str(configured.class_path)
+
+
+def _divides_images(configured: Any) -> bool:
+    """Whether the strategy in a configuration is ``spatial``."""
+    return "spatial" in _name_of(configured).lower()
+
+
+def _image_parts(configured: Any) -> int:
+    """Return the number of devices that have parts of the same images under the strategy in a configuration."""
+    if not _divides_images(configured):
         return 1
-    return int(getattr(getattr(strategy, "init_args", None), "parts", 2))
+    return int((getattr(configured, "init_args", None) or {}).get("parts", 2))
 
 
 def _divided_axis(configured: Any) -> int | None:
