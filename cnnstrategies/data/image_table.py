@@ -1,6 +1,6 @@
 """Data module for images whose targets are in a CSV file: the class, the labels or the numbers of each image."""
 
-import csv
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +8,14 @@ from typing import Any
 
 from typing_extensions import override
 
+from cnnstrategies.data.csv_rows import Row, read_rows
 from cnnstrategies.data.folders import PARTS
 from cnnstrategies.data.image_folder import Files, ImageFolderDataModule
 from cnnstrategies.data.module import TaskName
 from cnnstrategies.errors import ConfigurationError
 
 SPLIT = "split"
+NO_CLASS = ("", "nan")  # Texts that spreadsheets and pandas write for a missing value, in lower case.
 
 
 class ImageTableDataModule(ImageFolderDataModule):
@@ -24,7 +26,8 @@ class ImageTableDataModule(ImageFolderDataModule):
     there is no such column, all images are training images. If no image is for validation, the fraction ``val_split``
     of the training images is held out. The other columns are the targets: for ``classes`` one column with the name of
     the class, for ``multilabel`` a column with 0 or 1 for each label, for ``regression`` one or more columns of
-    numbers.
+    numbers. The file has the encoding UTF-8, or UTF-16 with a byte order mark; commas, semicolons or tabs separate its
+    values. Spaces around a value are ignored.
 
     Args:
         root: Directory of the images.
@@ -34,7 +37,8 @@ class ImageTableDataModule(ImageFolderDataModule):
         **options: Arguments of :class:`~cnnstrategies.data.ImageFolderDataModule`.
 
     Raises:
-        ConfigurationError: The CSV file, a column or an image does not exist, or a value does not fit the task.
+        ConfigurationError: The CSV file, a column or an image does not exist, the file has no header, or a row has too
+            few or too many values or a value that does not fit the task. The error names the line.
     """
 
     def __init__(
@@ -52,8 +56,7 @@ class ImageTableDataModule(ImageFolderDataModule):
 
     @override
     def find(self) -> None:
-        rows = self._rows()
-        names = list(rows[0]) if rows else []
+        names, rows = read_rows(self.labels)
         targets = self.columns or [name for name in names[1:] if name.lower() != SPLIT]
         if missing := [name for name in targets if name not in names]:
             raise ConfigurationError(
@@ -66,17 +69,16 @@ class ImageTableDataModule(ImageFolderDataModule):
                 f"{'one' if self.task == 'classes' else 'at least one'}: set data.init_args.columns"
             )
         parts = [self._part(row) for row in rows]
-        values = [[row[name] for name in targets] for row in rows]
         self.class_names = targets
         if self.task == "classes":
-            training = {value for (value,), part in zip(values, parts, strict=True) if part == "train"}
+            training = {row.cells[targets[0]] for row, part in zip(rows, parts, strict=True) if part == "train"}
             self.class_names = sorted(training)
         classes = {name: number for number, name in enumerate(self.class_names)}
         self.table: dict[str, Files] = {}
-        for row, value, part in zip(rows, values, parts, strict=True):
+        for row, part in zip(rows, parts, strict=True):
             files, numbers = self.table.setdefault(part, ([], []))
-            files.append(row[names[0]])
-            numbers.append(0 if part == "predict" else self._target(row[names[0]], value, classes))
+            files.append(self._path(row))
+            numbers.append(0 if part == "predict" else self._target(row, targets, classes))
         if "train" not in self.table:
             raise ConfigurationError(
                 f"{self.labels} has no training images: set the column {SPLIT} to train for some images"
@@ -94,39 +96,42 @@ class ImageTableDataModule(ImageFolderDataModule):
         self.left_out = Counter()
         return {part: (list(names), list(targets)) for part, (names, targets) in self.table.items()}
 
-    def _rows(self) -> list[dict[str, str]]:
-        try:
-            with self.labels.open(newline="", encoding="utf-8-sig") as file:
-                return list(csv.DictReader(file))
-        except OSError as error:
-            raise ConfigurationError(
-                f"{self.labels} cannot be read ({error.strerror}): set data.init_args.labels to a readable CSV file"
-            ) from None
-
-    def _part(self, row: dict[str, str]) -> str:
-        part_name = next((value for name, value in row.items() if name.lower() == SPLIT), "train")
+    def _part(self, row: Row) -> str:
+        part_name = next((value for name, value in row.cells.items() if name.lower() == SPLIT), "train")
         for part, names in PARTS.items():
             if part_name.lower() in names:
                 return part
         raise ConfigurationError(
-            f"{self.labels} has the value {part_name!r} in the column {SPLIT}: use {', '.join(PARTS)}"
+            f"{self.labels}, line {row.line}: {part_name!r} in the column {SPLIT}; use {', '.join(PARTS)}"
         )
 
-    def _target(self, image: str, values: list[str], classes: Mapping[str, int]) -> Any:
+    def _path(self, row: Row) -> str:
+        """Return the path of a row's image, without surrounding spaces unless the file's name has them."""
+        trimmed = row.path.strip()
+        return trimmed if trimmed == row.path or not (self.root / row.path).is_file() else row.path
+
+    def _target(self, row: Row, columns: list[str], classes: Mapping[str, int]) -> Any:
+        place = f"{self.labels}, line {row.line}"
         if self.task == "classes":
-            if values[0] not in classes:
+            name = row.cells[columns[0]]
+            if name.lower() in NO_CLASS:
                 raise ConfigurationError(
-                    f"{self.labels} has the class {values[0]!r} for {image}, but no training image has this class: "
-                    "rename the class, or add training images"
+                    f"{place}: {row.path} has no class ({name!r}); write its class, or remove the line"
                 )
-            return classes[values[0]]
+            if name not in classes:
+                raise ConfigurationError(
+                    f"{place}: {row.path} has the class {name!r}, but no training image has this class; rename the "
+                    "class, or add training images"
+                )
+            return classes[name]
+        values = [row.cells[column] for column in columns]
         try:
             numbers = [float(value) for value in values]
-        except (TypeError, ValueError):
-            numbers = []
-        if not numbers or (self.task == "multilabel" and not {*numbers} <= {0.0, 1.0}):
-            needed = "0 or 1 for each label" if self.task == "multilabel" else "a number in each target column"
-            raise ConfigurationError(
-                f"{self.labels} has the targets {', '.join(map(str, values))} for {image}: write {needed}"
+        except ValueError:
+            numbers = [math.nan]
+        if not all(map(math.isfinite, numbers)) or (self.task == "multilabel" and not {*numbers} <= {0.0, 1.0}):
+            needed = (
+                "0 or 1 for each label" if self.task == "multilabel" else "a number such as 1.5 in each target column"
             )
+            raise ConfigurationError(f"{place}: {row.path} has the targets {'; '.join(values)}; write {needed}")
         return numbers

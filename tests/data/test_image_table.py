@@ -17,7 +17,7 @@ LABELS = "file,Split,wet,cold\na.png,train,0,1\nb.png,TRAIN,1,1\nc.png,valid,0,0
 
 
 def table(text, **options):
-    Path("labels.csv").write_text(text)
+    Path("labels.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     for number, name in enumerate("abcd"):
         Image.new("RGB", (9, 8), (40 * number,) * 3).save(f"{name}.png")
     data = ImageTableDataModule(Path("."), image_size=8, batch_size=4, num_workers=0, **options)
@@ -69,28 +69,98 @@ def test_tables_of_labels_or_values_can_be_evaluated_and_predicted(task):
     assert ("class" in row) == (task == "multilabel")
 
 
+@pytest.mark.light
+def test_spaces_separators_and_encodings_do_not_change_the_classes():
+    plain = table(CLASSES, val_split=0.5)
+    for text in (
+        CLASSES.replace("a.png,cat", "a.png , cat ").replace("b.png,dog", "b.png,dog "),
+        CLASSES.replace("\n", ",\n"),
+        CLASSES.replace("\n", "\r\n").replace("cat\r\nb", "cat,\r\n\r\nb"),
+        CLASSES.replace(",", ";"),
+        CLASSES.replace(",", "\t"),
+    ):
+        data = table(text, val_split=0.5)
+        assert data.class_names == ["cat", "dog"], text
+        assert data.parts() == plain.parts(), text
+    for encoding in ("utf-8-sig", "utf-16"):
+        data = table(CLASSES.replace("cat", "läufer").encode(encoding), val_split=0.5)
+        assert data.class_names == ["dog", "läufer"]
+    # The same name with a composed and with a separate accent is one class.
+    accents = CLASSES.replace("a.png,cat", "a.png,\u00e9").replace("c.png,cat", "c.png,e\u0301")
+    assert table(accents, val_split=0.5).class_names == ["dog", "\u00e9"]
+
+
+@pytest.mark.light
+def test_spaces_in_the_name_of_a_file_are_kept():
+    Image.new("RGB", (9, 8)).save(" e.png")
+    data = table(CLASSES + " e.png,cat\n f.png,dog\n", val_split=0.5)
+    assert {"f.png", " e.png"} <= {*data.table["train"][0]}
+
+
 MISTAKES = {
     "no file": ("", {"labels": Path("other.csv")}, r"other.csv cannot be read \(No such file"),
-    "no rows": ("image,species\n", {}, "has the target columns none, but task=classes needs one"),
+    "empty": ("\n", {}, "labels.csv is empty: write a line with the names"),
+    "no rows": ("image,species\n", {}, "has no training images"),
+    "one column": ("image\na.png\n", {}, "has the target columns none, but task=classes needs one"),
     "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age', but only image, species"),
     "two columns": (LABELS, {}, "columns wet, cold, but task=classes needs one: set data"),
     "other split": (
         LABELS.replace("testing", "trial"),
         {"task": "multilabel"},
-        "the value 'trial' in the column split: use train, val",
+        "line 5: 'trial' in the column split; use train, val",
     ),
     "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no training images"),
-    "other class": ("image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n", {}, "has the class 'z' for c.png"),
+    "other class": (
+        "image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n",
+        {},
+        "line 4: c.png has the class 'z', but no",
+    ),
+    "no class": (CLASSES.replace("b.png,dog", "b.png,"), {}, r"line 3: b.png has no class \(''\); write its class"),
+    "missing class": (CLASSES.replace("b.png,dog", "b.png,NaN"), {}, r"line 3: b.png has no class \('NaN'\)"),
     "no label": (
         LABELS.replace("1,1", "1,2"),
         {"task": "multilabel"},
-        "has the targets 1, 2 for b.png: write 0 or 1 for each label",
+        "line 3: b.png has the targets 1; 2; write 0 or 1 for each label",
     ),
     "no number": (
         LABELS.replace("1,1", "1,"),
         {"task": "regression"},
-        "has the targets 1,  for b.png: write a number in each",
+        "line 3: b.png has the targets 1; ; write a number",
     ),
+    "infinity": (
+        LABELS.replace("1,1", "1,-inf"),
+        {"task": "regression"},
+        "line 3: b.png has the targets 1; -inf; write a number",
+    ),
+    "decimal comma": (
+        LABELS.replace("1,1", "1,0,5"),
+        {"task": "regression"},
+        r"line 3: 5 values \(b.png, TRAIN, 1, 0, 5\), but 4 columns .* needs quotes, and a number a decimal point",
+    ),
+    "decimal comma and semicolon": (
+        LABELS.replace(",", ";").replace("1;1", "1;0,5"),
+        {"task": "regression"},
+        "line 3: b.png has the targets 1; 0,5; write a number such as 1.5",
+    ),
+    "short row": (
+        CLASSES.replace("b.png,dog", "b.png"),
+        {},
+        r"line 3: 1 value \(b.png\), but 2 columns .* write a value",
+    ),
+    "no header": (CLASSES.partition("\n")[2], {}, "line 1: a.png, cat is an image and not the names of the columns"),
+    "two names": (
+        CLASSES.replace("image,species", "image,a,b,a"),
+        {},
+        "line 1: 2 columns have the name 'a'; give them",
+    ),
+    "no name": (CLASSES.replace("image,species", "image,,species"), {}, "line 1: a column has no name; write"),
+    "latin-1": (
+        CLASSES.replace("b.png,dog", "b.png,läufer").encode("latin-1"),
+        {},
+        r"line 3: the text is not UTF-8 \(.*, 0xe4\); save the file with the encoding UTF-8",
+    ),
+    "truncated": (CLASSES.encode("utf-16")[:-1], {}, "the text is not UTF-16"),
+    "long value": (CLASSES + '"' + "x" * 200_000, {}, "line 6: field larger than field limit .*; correct the line"),
     "no image": (
         LABELS.replace("a.png", "e.png"),
         {"task": "regression"},
@@ -100,7 +170,9 @@ MISTAKES = {
 
 
 @pytest.mark.light
-def test_a_mistake_in_the_file_is_named():
-    for text, options, message in MISTAKES.values():
-        with pytest.raises(ConfigurationError, match=message):
-            table(text, **options)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_file_is_named_with_its_line(mistake):
+    text, options, message = MISTAKES[mistake]
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        table(text, **options)
+    assert "\n" not in str(caught.value)
