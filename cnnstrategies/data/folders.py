@@ -79,45 +79,95 @@ def ignored_folders(root: Path, folders: dict[str, Path]) -> Counter[str]:
 
 def has_images(directory: Path) -> bool:
     """Whether a directory contains an image at any depth. The search stops at the first image."""
-    return directory.is_dir() and next(_files(directory, ".", Counter()), None) is not None
+    return directory.is_dir() and next(Walk(directory).images(directory, Counter()), None) is not None
 
 
-def image_files(directory: Path, root: Path, left_out: Counter[str]) -> list[str]:
+def image_files(directory: Path, root: Path, left_out: Counter[str], walk: "Walk | None" = None) -> list[str]:
     """Return the sorted paths of all images in a directory, at any depth. Links are followed.
 
     Args:
         directory: Directory to search.
         root: Directory to which the returned paths are relative.
         left_out: Counter to which the numbers of ignored files are added; keys are the reasons.
+        walk: Search of the split, if the split has further directories whose images must be others.
 
     Raises:
-        ConfigurationError: A folder cannot be read.
+        ConfigurationError: A folder cannot be read, a link leads to a folder that contains the link, or two classes
+            contain the same folder.
     """
     if not directory.is_dir():
         return []
-    return sorted(_files(root, os.path.relpath(directory, root), left_out))
+    return sorted((walk or Walk(root)).images(directory, left_out))
 
 
-def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    folder = root / at
+class Walk:
+    """Search for the images of a split that reads each folder once, although links may lead to it.
+
+    Args:
+        root: Directory to which the paths of the images are relative.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.searched: dict[tuple[int, int], tuple[Path, Path]] = {}  # A folder and the class in which it was found.
+
+    def images(self, directory: Path, left_out: Counter[str]) -> Iterator[str]:
+        """Yield the paths of the images in ``directory``, relative to the root; see :func:`image_files`."""
+        at = os.path.relpath(directory, self.root)
+        above: dict[tuple[int, int], Path] = {}
+        parent = self.root
+        for name in () if at == "." else ("", *Path(at).parts[:-1]):
+            parent = parent / name
+            above[_identity(parent)] = parent
+        yield from self._files(at, directory, left_out, above)
+
+    def _files(
+        self, at: str, directory: Path, left_out: Counter[str], above: dict[tuple[int, int], Path]
+    ) -> Iterator[str]:
+        folder = self.root / at
+        identity = _identity(folder)
+        if identity in above:
+            raise ConfigurationError(
+                f"{folder} is a link to {above[identity]}, which contains the link: remove the link, because images "
+                "would be read twice"
+            )
+        if identity in self.searched:
+            earlier, owner = self.searched[identity]
+            if owner != directory:
+                raise ConfigurationError(
+                    f"{folder} and {earlier} are the same folder, so that its images would be in {directory.name} and "
+                    f"in {owner.name}: remove one of the links"
+                )
+            left_out[f"folders that links repeat ({earlier.name})"] += 1
+            return
+        self.searched[identity] = folder, directory
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    is_folder = entry.is_dir()
+                    is_image = not is_folder and entry.name.lower().endswith(EXTENSIONS)
+                    if entry.name[0] == ".":
+                        left_out["hidden"] += is_image or is_folder
+                    elif is_image:
+                        yield os.path.join(at, entry.name)
+                    elif is_folder:
+                        inside = os.path.join(at, entry.name)
+                        yield from self._files(inside, directory, left_out, {**above, identity: folder})
+                    else:
+                        left_out[Path(entry.name).suffix.lower() or "without an extension"] += 1
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+
+
+def _identity(folder: Path) -> tuple[int, int]:
     try:
         status = folder.stat()
-        identity = status.st_dev, status.st_ino
-        if identity in above:  # A link leads to a parent of this folder. Following the link would never end.
-            return
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                is_folder = entry.is_dir()
-                is_image = not is_folder and entry.name.lower().endswith(EXTENSIONS)
-                if entry.name[0] == ".":
-                    left_out["hidden"] += is_image or is_folder
-                elif is_image:
-                    yield os.path.join(at, entry.name)
-                elif is_folder:
-                    yield from _files(root, os.path.join(at, entry.name), left_out, (*above, identity))
-                else:
-                    left_out[Path(entry.name).suffix.lower() or "without an extension"] += 1
     except OSError as error:
-        raise ConfigurationError(
-            f"{folder} cannot be read ({error.strerror}): give this user read permission, or remove the folder"
-        ) from error
+        raise _unreadable(folder, error) from error
+    return status.st_dev, status.st_ino
+
+
+def _unreadable(folder: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{folder} cannot be read ({error.strerror}): give this user read permission, or remove the folder"
+    )

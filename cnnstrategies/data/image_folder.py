@@ -1,8 +1,9 @@
 """Data module for folders of images in the layout of ImageNet, and the source of images for predict."""
 
 import os
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.folders import (
     EXTENSIONS,
     FILES_END_IN,
+    Walk,
     folders_in,
     has_images,
     ignored_folders,
@@ -98,13 +100,14 @@ class ImageFolderDataModule(ImageDataModule):
         """Find the folders of the splits and the names of the classes."""
         self.folders = part_folders(self.root)
         self.training_root = self.folders.get("train", self.root)
-        self.class_names = self._class_folders(self.training_root)
+        folders = self._class_folders(self.training_root)
+        self.class_names = sorted(folders)
         if len(self.class_names) < 2:
             raise ConfigurationError(
                 f"{self.training_root.resolve()} contains {len(self.class_names)} class folders, but training needs at "
                 "least 2: put the images of each class into a folder of its own"
             )
-        self._check_folders()
+        self._check_folders(folders)
 
     @override
     def prepare_as(self, trained: Preprocessing) -> None:
@@ -145,8 +148,10 @@ class ImageFolderDataModule(ImageDataModule):
     def _labelled(self, directory: Path) -> Files:
         names: list[str] = []
         targets: list[int] = []
+        walk, folders = Walk(self.root), self._class_folders(directory)
         for target, name in enumerate(self.class_names):
-            class_files = image_files(directory / name, self.root, self.left_out)
+            folder = directory / folders.get(name, name)
+            class_files = image_files(folder, self.root, self.left_out, walk)
             names += class_files
             targets += [target] * len(class_files)
         with os.scandir(directory) as entries:
@@ -154,29 +159,39 @@ class ImageFolderDataModule(ImageDataModule):
         self.left_out["outside of the classes' folders"] += outside
         return names, targets
 
-    def _class_folders(self, directory: Path) -> list[str]:
-        return [name for name in folders_in(directory) if directory / name not in self.folders.values()]
+    def _class_folders(self, directory: Path) -> dict[str, str]:
+        """Return the name of each class's folder. Keys are the names of the classes, with composed accents (NFC)."""
+        folders: dict[str, str] = {}
+        for name in folders_in(directory):
+            if directory / name in self.folders.values():
+                continue
+            if (other := folders.setdefault(unicodedata.normalize("NFC", name), name)) != name:
+                raise ConfigurationError(
+                    f"{directory} has two folders with the name {readable(name)}, once with composed accents "
+                    f"({other!a}) and once with separate ones ({name!a}): move their images into one folder"
+                )
+        return folders
 
-    def _check_folders(self) -> None:
+    def _check_folders(self, training: Mapping[str, str]) -> None:
         """Refuse classes without training images, splits without images, and classes that only other splits have."""
         for name in self.class_names:
             if readable(name) != name:
                 raise ConfigurationError(
                     f"{self.training_root / readable(name)}: the name of this folder is not UTF-8; rename the folder"
                 )
-            if not has_images(folder := self.training_root / name):
+            if not has_images(folder := self.training_root / training[name]):
                 raise ConfigurationError(
                     f"no images of the class {name} in {folder.resolve()}: {FILES_END_IN}; remove the folder if it is "
                     "not a class"
                 )
         for part, folder in self.folders.items():
-            classes = [] if part == "predict" else self._class_folders(folder)
+            classes = {} if part == "predict" else self._class_folders(folder)
             if unknown := sorted(set(classes) - set(self.class_names)):
                 raise ConfigurationError(
                     f"{folder} contains classes that {self.training_root} does not contain: {', '.join(unknown)}; "
                     "rename or remove these folders"
                 )
-            class_folders = [folder] if part == "predict" else [folder / name for name in classes]
+            class_folders = [folder] if part == "predict" else [folder / name for name in classes.values()]
             if not any(map(has_images, class_folders)):
                 layout = "" if part == "predict" else " in a folder for each class"
                 raise ConfigurationError(f"no images for {part}{layout} in {folder.resolve()}: {FILES_END_IN}")

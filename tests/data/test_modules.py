@@ -208,17 +208,53 @@ def test_links_are_followed_and_skipped_files_are_counted():
     Image.new("RGB", (30, 20)).save("images/train/outside.png")
     Path("images/more/cat").mkdir(parents=True)
     Path("images/train/dog/more").symlink_to(Path("elsewhere/dog").resolve())
-    Path("images/train/dog/again").symlink_to(Path("images/train/dog").resolve())
+    Path("images/train/dog/again").symlink_to(Path("elsewhere/dog").resolve())
     Path("images/train/fox").symlink_to(Path("elsewhere/eel").resolve())
     module = set_up(ImageFolderDataModule(Path("images"), val_split=0.5, image_size=16, num_workers=0))
     assert module.class_names == ["cat", "dog", "eel", "fox"]
     names = names_of(module.train_source) + names_of(module.val_source)
-    assert "train/dog/more/5.png" in names
+    # The folder of the two links in dog/ is read once.
+    assert sum(name.endswith("/5.png") and "/dog/" in name for name in names) == 2
     assert {"train/cat/x.bmp", "train/cat/x.tif"} <= set(names)
     assert len(list(module.train_dataloader())) == 1
     assert module.describe("val") == f"{len(module.val_source)} held out of images/train, 4 classes"
-    expected = {"folders beside train (more)": 1, "hidden": 1, ".gif": 1, "without an extension": 1}
+    repeated = next(name for name in ("again", "more") if f"train/dog/{name}/5.png" in names)
+    expected = {
+        f"folders that links repeat ({repeated})": 1,
+        "folders beside train (more)": 1,
+        "hidden": 1,
+        ".gif": 1,
+        "without an extension": 1,
+    }
     assert module.left_out == {**expected, "outside of the classes' folders": 1}
+
+
+def test_a_folder_of_two_classes_and_a_link_that_loops_are_refused():
+    make_folder("images", ("train",))
+    link = Path("images/train/dog/more")
+    for place, message in {
+        "images/train/dog": "more is a link to images/train/dog, which contains the link: remove",
+        "images/train": "more is a link to images/train, which contains the link: remove",
+        "images": "more is a link to images, which contains the link: remove",
+        "images/train/cat": "dog/more and images/train/cat are the same folder, .* in dog and in cat: remove",
+    }.items():
+        link.symlink_to(Path(place).resolve())
+        with pytest.raises(ConfigurationError, match=message):
+            set_up(ImageFolderDataModule(Path("images"), val_split=0.5, image_size=16, num_workers=0))
+        link.unlink()
+
+
+def test_names_of_classes_that_look_alike_are_equal():
+    composed, separate = "caf\u00e9", "cafe\u0301"
+    make_folder("images")
+    Path("images/train/cat").rename(f"images/train/{separate}")
+    Path("images/val/cat").rename(f"images/val/{composed}")
+    module = set_up(ImageFolderDataModule(Path("images"), image_size=16, num_workers=0))
+    assert module.class_names == [composed, "dog", "eel"]
+    assert [len(module.train_source), len(module.val_source)] == [18, 18]
+    Path(f"images/val/{separate}").mkdir()
+    with pytest.raises(ConfigurationError, match=r"images/val has two folders with the name caf.*'cafe\\u0301'"):
+        ImageFolderDataModule(Path("images"))
 
 
 def folder(*directories, full=False, **options):
