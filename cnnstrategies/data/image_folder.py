@@ -28,6 +28,7 @@ from cnnstrategies.data.folders import (
     readable,
 )
 from cnnstrategies.data.loading import Batch, Transform
+from cnnstrategies.data.masks import MaskReader
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.data.segmentation_folder import MaskedSource
@@ -275,7 +276,8 @@ def images_of_folder(
                     "rename one of the two images"
                 )
         pairs = [(folder / name, None) for name in names]
-        return MaskedSource(folder, pairs, height, datamodule.num_classes, datamodule.ignore_index, augment=False)
+        reader = MaskReader(datamodule.num_classes, datamodule.ignore_index)
+        return MaskedSource(folder, pairs, height, reader, augment=False)
     grey = [grey_of] if channels == 1 else []
     mode = (datamodule.preprocessing or IMAGENET).mode
     crop = v2.Compose([*grey, v2.Resize(shorter_side(datamodule), mode), v2.CenterCrop([height, width])])

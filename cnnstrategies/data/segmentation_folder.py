@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode, fitted
 from cnnstrategies.data.folders import FILES_END_IN, ignored_folders, image_files, part_folders, readable
 from cnnstrategies.data.loading import Batch
+from cnnstrategies.data.masks import Colour, MaskReader
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
@@ -37,9 +37,11 @@ class SegmentationFolderDataModule(ImageDataModule):
         root/predict/*.jpg         without predict/, the test images
 
     The folder names ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` are also accepted, in upper or
-    lower case. Links are followed. A mask has the class of each pixel as a palette index or as a grey value. A training
-    image and its mask get the same random crop and random horizontal flip. All other images are scaled so that their
-    longer side is ``image_size``, and padded to a square. The loss and the metrics ignore the padding.
+    lower case. Links are followed. A mask has the class of each pixel as a palette index or as a grey value, of 8 or 16
+    bits. In masks with one bit per pixel, and with two classes also in masks that have only the values 0 and 255, these
+    are the classes 0 and 1. A training image and its mask get the same random crop and random horizontal flip. All
+    other images are scaled so that their longer side is ``image_size``, and padded to a square. The loss and the
+    metrics ignore the padding.
 
     Args:
         root: Directory of the data set.
@@ -53,11 +55,13 @@ class SegmentationFolderDataModule(ImageDataModule):
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time. They are not applied to masks, so they must not move pixels.
         num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
+        mask_colours: Colour of each class in masks that are colour images: lists of red, green and blue, each 0 to 255.
+            One more colour may follow, which the ignored pixels have.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
-        ConfigurationError: The directory does not exist or contains no images, an image has no mask, or a number is out
-            of its range.
+        ConfigurationError: The directory does not exist or contains no images, an image has no mask, a mask has values
+            or colours that are not classes, or a number is out of its range.
     """
 
     ignore_index: int
@@ -73,6 +77,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
+        mask_colours: list[Colour] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(num_workers=num_workers, **options)
@@ -92,6 +97,8 @@ class SegmentationFolderDataModule(ImageDataModule):
             )
         self.class_names = class_names or [str(index) for index in range(num_classes)]
         self.ignore_index = ignore_index
+        self.masks = MaskReader(num_classes, ignore_index, mask_colours)
+        self.masks.look([[mask for _, mask in pairs if mask is not None] for pairs in self.parts().values()])
         self.val_split = val_split
         self.augment = augment
         self.image_shape = (3, image_size, image_size)
@@ -106,13 +113,18 @@ class SegmentationFolderDataModule(ImageDataModule):
             training = parts["train"]
             rest, chosen = split(len(training), self.val_split, self.seed)
             parts["train"], parts["val"] = [training[i] for i in rest], [training[i] for i in chosen]
-        options = self.image_shape[1], self.num_classes, self.ignore_index
+        size = self.image_shape[1]
         self.set_sources(
             {
-                part: MaskedSource(self.root, pairs, *options, self.augment and part == "train")
+                part: MaskedSource(self.root, pairs, size, self.masks, self.augment and part == "train")
                 for part, pairs in parts.items()
             }
         )
+
+    @override
+    def describe(self, part: str) -> str:
+        text = super().describe(part)
+        return f"{text}, masks with 255 for class 1" if self.masks.white_is_one and part == "train" else text
 
     def parts(self) -> dict[str, list[Pair]]:
         """Return the paths of the images and masks of each split that exists, and count ignored files."""
@@ -153,20 +165,16 @@ class MaskedSource:
         pairs: A pair for each sample: the path of the image, and the path of the mask. The second path is None if the
             image has no mask.
         size: Height and width of the results, in pixels.
-        num_classes: Number of classes.
-        ignore_index: Value of a mask's pixels in the padding.
+        masks: Reader of the masks.
         augment: Whether the sample gets a random crop and a random horizontal flip. Otherwise the whole image is scaled
             and padded to a square.
     """
 
-    def __init__(
-        self, root: Path, pairs: Sequence[Pair], size: int, num_classes: int, ignore_index: int, augment: bool
-    ) -> None:
+    def __init__(self, root: Path, pairs: Sequence[Pair], size: int, masks: MaskReader, augment: bool) -> None:
         self.root = root
         self.pairs = list(pairs)
         self.size = size
-        self.num_classes = num_classes
-        self.ignore_index = ignore_index
+        self.masks = masks
         crop = v2.RandomResizedCrop(size, scale=(LEAST_AREA, 1.0), antialias=True)
         self.random = v2.Compose([crop, v2.RandomHorizontalFlip()]) if augment else None
 
@@ -203,28 +211,16 @@ class MaskedSource:
         mask = tvf.resize(mask[None], [rows, columns], tvf.InterpolationMode.NEAREST_EXACT)[0]
         square = torch.tensor(FILL, dtype=torch.uint8)[:, None, None].repeat(1, self.size, self.size)
         square[:, :rows, :columns] = image
-        square_mask = torch.full((self.size, self.size), self.ignore_index)
+        square_mask = torch.full((self.size, self.size), self.masks.ignore_index)
         square_mask[:rows, :columns] = mask
         return square, square_mask
 
     def _mask(self, path: Path, image: Tensor) -> Tensor:
-        """Return the class of each pixel of a mask, uint8 (H, W): the palette index or the grey value."""
-        try:
-            with Image.open(path) as opened:
-                mask = torch.from_numpy(np.array(opened if opened.mode in ("L", "P") else opened.convert("L")))
-        except Exception as error:  # For damaged files, Pillow's decoders raise errors of many classes.
-            reason = " ".join(str(error).split())
-            raise ConfigurationError(f"broken mask {path} ({reason}): repair or remove it") from None
+        """Return the class of each pixel of an image's mask, uint8 or int32 (H, W)."""
+        mask = self.masks.read(path)
         size = tuple(image.shape[1:])
         if mask.shape != size:
             raise ConfigurationError(
                 f"mask {path} has {tuple(mask.shape)} pixels, but its image has {size}: make the sizes equal"
-            )
-        largest = int(mask.masked_fill(mask == self.ignore_index, 0).max())
-        if largest >= self.num_classes:
-            raise ConfigurationError(
-                f"mask {path} has the class {largest}, but num_classes={self.num_classes} allows only 0 to "
-                f"{self.num_classes - 1}: raise data.init_args.num_classes and model.init_args.num_classes, or correct "
-                "the mask"
             )
         return mask
