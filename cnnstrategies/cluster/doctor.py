@@ -8,11 +8,14 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import lightning
 import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from cnnstrategies.cluster.devices import measured_devices
 from cnnstrategies.cluster.environment import DoctorPlace
@@ -23,6 +26,7 @@ from cnnstrategies.cluster.run_identity import launch_of
 from cnnstrategies.cluster.stores import POLL, serve
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.identity import Identity
+from cnnstrategies.planning.measure_links import prices
 from cnnstrategies.runtime.whole_file import whole_file
 
 LINK_SECONDS = 5.0  # Time-out in seconds for connecting to another host.
@@ -48,6 +52,8 @@ class HostReport:
         devices: A tuple for each device: name, bytes of memory, and measured convolutions per second.
         links: A tuple for each connection to another host: number of the other host, round-trip time in seconds, and
             bandwidth in bytes/s.
+        prices: Seconds of a sum over this host and the next host, and seconds of an exchange, both by gloo; empty if
+            they were not measured.
     """
 
     name: str
@@ -57,6 +63,7 @@ class HostReport:
     address: str = ""
     devices: list[tuple[str, int, float]] = field(default_factory=list)
     links: list[tuple[int, float, float]] = field(default_factory=list)
+    prices: tuple[float, ...] = ()
 
 
 def versions() -> dict[str, str]:
@@ -140,6 +147,15 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
     for number, peer in enumerate([*others[place.node :], *others[: place.node]]):
         wait_for_all(f"round/{number}")
         report.links.append((peer.node, *measure(peer.address, peer.port, LINK_SECONDS)))
+    if place.node < 2:
+        try:
+            report.prices = prices_of_sums(PrefixStore("prices", store), place.node, mine.name, wait)
+        except RuntimeError as error:
+            report.problems.append(
+                f"gloo fails over the interface {mine.name}: {str(error).splitlines()[0]}: training on CPUs needs "
+                "gloo, choose another interface with --interface"
+            )
+    wait_for_all("prices")
     run = json.loads(store.get("host/0"))[2]  # The first host's port distinguishes the files of simultaneous runs.
     files = {node: directory / f".cnnstrategies-doctor-{run}-{node}" for node in range(place.nodes)}
     try:
@@ -162,6 +178,29 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
     wait_for(store, keys, place.node, place.nodes, wait)
     probe.close()
     return [HostReport(**json.loads(store.get(key))) for key in keys]
+
+
+def prices_of_sums(store: Store, node: int, interface: str, wait: float) -> tuple[float, float]:
+    """Measure a sum and an exchange between the first two hosts by gloo. Both hosts must call this.
+
+    Args:
+        store: Store for the addresses of the two processes.
+        node: Number of this host, 0 or 1.
+        interface: Name of the network interface.
+        wait: Longest time to wait for the other host, in seconds.
+
+    Returns:
+        Seconds of a sum and of an exchange, as :func:`cnnstrategies.planning.measure_links.prices` defines them.
+
+    Raises:
+        RuntimeError: Gloo cannot connect the hosts.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    dist.init_process_group("gloo", store=store, rank=node, world_size=2, timeout=timedelta(seconds=wait))
+    try:
+        return prices(1 - node, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
 
 
 def unseen(others: Sequence[ProbedHost], files: Mapping[int, Path]) -> list[ProbedHost]:

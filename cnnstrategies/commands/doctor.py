@@ -105,12 +105,21 @@ def costs_of_messages(hosts: Sequence[HostReport]) -> list[str]:
     if not links:
         return []
     latency, bandwidth = 1e3 * max(links)[0] / 2, 8e-6 * min(bandwidth for _, bandwidth in links)
+    measured, options = [], ""
+    if hosts[0].prices:
+        total, exchange = (digits(1e3 * seconds) for seconds in hosts[0].prices)
+        measured = [
+            f"Between computations of a step, a sum over {hosts[0].name} and {hosts[1].name} takes {total} ms by gloo, "
+            f"and an exchange of small messages takes {exchange} ms"
+        ]
+        options = f" --sum_latency {total} --exchange_latency {exchange}"
     return [
         f"A message between hosts takes at least {digits(latency)} ms. Under spatial with parts of an image on several "
         f"hosts, a step waits for messages in most layers, in forward and backward: 100 of them take at least "
         f"{digits(100 * latency)} ms",
+        *measured,
         f"To plan over these connections: cnnstrategies plan --config YOURS --bandwidth {bandwidth:.0f} --latency "
-        f"{digits(latency)}",
+        f"{digits(latency)}{options}",
     ]
 
 

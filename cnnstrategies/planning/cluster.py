@@ -14,7 +14,7 @@ import yaml
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import HOST, is_now, renamed
-from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.costs import UNMEASURED, Link
 from cnnstrategies.planning.devices import EXAMPLE, Device, read_devices
 from cnnstrategies.quantities import size_in_bytes
 
@@ -134,21 +134,23 @@ class Cluster:
 
 @functools.lru_cache(maxsize=1024)
 def slower(*links: Link) -> Link:
-    """Return a connection with the smallest bandwidth, the largest latency and the largest CPU time of all ``links``.
-
-    The CPU time is the time that the sender and the receiver spend on a message.
-    """
+    """Return a connection with the smallest bandwidth, and the longest time of each kind, of all ``links``."""
     return Link(
-        min(link.bandwidth for link in links), max(link.latency for link in links), max(link.work for link in links)
+        min(link.bandwidth for link in links),
+        max(link.latency for link in links),
+        max(link.work for link in links),
+        max(link.sum for link in links),
+        max(link.exchange for link in links),
     )
 
 
-def read_cluster(file: Path, devices: int | None = None) -> Cluster:
+def read_cluster(file: Path, devices: int | None = None, backend: str = "nccl") -> Cluster:
     """Return the cluster that a YAML file describes.
 
     Args:
         file: File with the list ``nodes`` and, optionally, the mapping ``server``.
         devices: Number of devices that the cluster must have; None if any number is accepted.
+        backend: Backend of torch.distributed, whose prices of sums and exchanges are used where the file has none.
 
     Raises:
         ConfigurationError: The file cannot be read, or it contains a value that is not accepted.
@@ -159,7 +161,8 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
         raise ConfigurationError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{file}: the file is not valid YAML: {' '.join(str(error).split())}") from error
-    settings = _mapping(f"{file}: ", content, {"nodes": _nodes, "server": _server})
+    known: dict[str, Read] = {"nodes": functools.partial(_nodes, UNMEASURED[backend]), "server": _server}
+    settings = _mapping(f"{file}: ", content, known)
     if "nodes" not in settings:
         _refuse(
             f"{file}: ",
@@ -197,23 +200,25 @@ def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, A
     return values
 
 
-def _nodes(where: str, content: Any) -> list[Host]:
+def _nodes(prices: tuple[float, float], where: str, content: Any) -> list[Host]:
     if not isinstance(content, list) or not content:
         _refuse(where, "give a list of at least one machine")
     return [
-        host for index, item in enumerate(content) for host in _hosts(f"{where.removesuffix(': ')}[{index}]: ", item)
+        host
+        for index, item in enumerate(content)
+        for host in _hosts(prices, f"{where.removesuffix(': ')}[{index}]: ", item)
     ]
 
 
-def _hosts(where: str, content: Any) -> list[Host]:
+def _hosts(prices: tuple[float, float], where: str, content: Any) -> list[Host]:
     known: dict[str, Read] = {
         "count": _count,
         "devices": _devices,
         "speed": _number(above=0.0),
         "memory": _size,
         "price": _number(least=0.0),
-        "inside": functools.partial(_link, DEFAULT_US["inside"]),
-        "interconnect": functools.partial(_link, DEFAULT_US["interconnect"]),
+        "inside": functools.partial(_link, DEFAULT_US["inside"], prices),
+        "interconnect": functools.partial(_link, DEFAULT_US["interconnect"], prices),
     }
     for name in content if isinstance(content, dict) else ():
         if (new := renamed(HOST, name)) is not None:
@@ -242,18 +247,21 @@ def _hosts(where: str, content: Any) -> list[Host]:
     return [Host(**settings)] * count
 
 
-def _link(us: float, where: str, content: Any) -> Link:
+def _link(us: float, prices: tuple[float, float], where: str, content: Any) -> Link:
     known = {
         "gbit": _number(above=0.0),
         "us": _number(least=0.0),
         "work_us": _number(least=0.0),
+        "sum_us": _number(least=0.0),
+        "exchange_us": _number(least=0.0),
         "efficiency": _number(above=0.0, most=1.0),
     }
     settings = _mapping(where, content, known)
     if "gbit" not in settings:
         _refuse(where, "gbit is missing; give the rate of large messages in Gbit/s")
     bandwidth = settings["gbit"] * GBIT * settings.get("efficiency", 1.0)
-    return Link(bandwidth, settings.get("us", us) * 1e-6, settings.get("work_us", 0.0) * 1e-6)
+    defaults = {"us": us, "work_us": 0.0, "sum_us": 1e6 * prices[0], "exchange_us": 1e6 * prices[1]}
+    return Link(bandwidth, *(settings.get(name, default) * 1e-6 for name, default in defaults.items()))
 
 
 def _server(where: str, content: Any) -> dict[str, float]:

@@ -1,7 +1,9 @@
-"""Measure the latency and the bandwidth of the connection between two processes."""
+"""Measure the connection between two processes: latency, bandwidth, and the prices of sums and exchanges."""
 
 import os
+import statistics
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,13 +27,18 @@ FEW_ROUNDS = 4
 # The large message is assumed to take longer than the small message by at least this fraction of the large message's
 # time, because a smaller difference cannot be distinguished from noise.
 LEAST = 0.01
+# Messages and computations of a round in which the prices of sums and exchanges are measured, and number of rounds.
+MEETINGS = 8
+PRICE_ROUNDS = 10
+# Shape of the images whose convolution is the computation between two messages. It takes about 0.3 ms on a CPU core.
+WORK = 1, 8, 128, 128
 
 
 def measure_local_link(device: torch.device, backend: str) -> Link:
-    """Measure latency and bandwidth between two processes on this machine.
+    """Measure the connection between two processes on this machine.
 
-    Both are computed from two durations: the duration of the fastest of 12 round trips with 1 KiB, and the duration of
-    the fastest of 12 round trips with 8 MiB.
+    Latency and bandwidth are computed from two durations: the duration of the fastest of 12 round trips with 1 KiB, and
+    the duration of the fastest of 12 round trips with 8 MiB. For sums and exchanges see :func:`prices`.
 
     Args:
         device: Device of the type that training will use. If it is a GPU, the two processes use the first two GPUs.
@@ -53,8 +60,8 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
             raise RuntimeError(
                 f"measuring the link with backend {backend!r} failed: {reason}; give --bandwidth and --latency instead"
             ) from error
-        small, large = (float(line) for line in (Path(folder) / "times").read_text().split())
-    return _link(small, large, LARGE)
+        small, large, *measured = (float(text) for text in (Path(folder) / "times").read_text().split())
+    return _link(small, large, LARGE, *measured)
 
 
 def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> None:
@@ -69,8 +76,9 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
         backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
     fastest = round_trips(rank == 0, 1 - rank, (SMALL, LARGE), device, ROUNDS)
+    measured = prices(1 - rank, device)
     if rank == 0:
-        (Path(folder) / "times").write_text(" ".join(map(str, fastest)))
+        (Path(folder) / "times").write_text(" ".join(map(str, (*fastest, *measured))))
     dist.destroy_process_group()
 
 
@@ -79,7 +87,8 @@ def measure_cluster(nodes: int, device: torch.device) -> Cluster:
 
     Rank 0 measures the link to rank 1, and the link to the first rank of the next machine. All links inside machines
     are assumed to be equal to the link to rank 1. All links between machines are assumed to be equal to the link to the
-    next machine.
+    next machine. Sums and exchanges are not measured: two of several ranks would need a process group of their own,
+    which takes memory of GPUs.
 
     Args:
         nodes: Number of machines.
@@ -105,15 +114,70 @@ def _between(rank: int, peer: int, device: torch.device) -> Link:
     return _link(small, large, MEDIUM)
 
 
-def _link(small: float, large: float, size: int) -> Link:
+def measure_pair(device: torch.device) -> Link:
+    """Measure the link between the two ranks of the default process group, with sums and exchanges.
+
+    Both ranks must call this, and may use the result. The bandwidth is measured with 1 MiB, because the connection may
+    be slow.
+    """
+    rank = dist.get_rank()
+    small, large = round_trips(rank == 0, 1 - rank, (SMALL, MEDIUM), device, FEW_ROUNDS)
+    return _link(small, large, MEDIUM, *prices(1 - rank, device))
+
+
+def prices(peer: int, device: torch.device) -> tuple[float, float]:
+    """Measure how much longer two ranks take to compute if they also sum, or exchange messages. Both must call this.
+
+    In a step, ranks compute between two messages. Then their threads sleep and wake, and ranks wait for each other. So
+    messages that follow each other, as in :func:`round_trips`, are faster than in a step. The prices are differences of
+    medians of 10 rounds, each with 8 computations and 8 messages.
+
+    Args:
+        peer: Rank of the other process. The default process group must have no further ranks.
+        device: Device that computes, and that holds the messages.
+
+    Returns:
+        Seconds of a sum of 256 numbers, and seconds of an exchange of 1 KiB in both directions.
+    """
+    images, weights = torch.zeros(WORK, device=device), torch.zeros(8, 8, 3, 3, device=device)
+    numbers, received = (torch.zeros(SMALL // 4, device=device) for _ in range(2))
+
+    def exchange() -> None:
+        posted = [dist.P2POp(dist.isend, numbers, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(posted):
+            work.wait()
+
+    def seconds(message: Callable[[], object]) -> float:
+        dist.all_reduce(numbers)  # Both ranks begin at the same time.
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(MEETINGS):
+            torch.conv2d(images, weights)
+            message()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return (time.perf_counter() - start) / MEETINGS
+
+    messages: tuple[Callable[[], object], ...] = (lambda: None, lambda: dist.all_reduce(numbers), exchange)
+    rounds = [[seconds(message) for message in messages] for _ in range(1 + PRICE_ROUNDS)]
+    computing, *others = (statistics.median(times) for times in zip(*rounds[1:], strict=True))
+    sums, exchanges = (max(0.0, other - computing) for other in others)
+    return sums, exchanges
+
+
+def _link(small: float, large: float, size: int, sums: float = 0.0, exchanges: float = 0.0) -> Link:
     """Compute a link's bandwidth and latency from two round trips. A message takes half the time of a round trip.
 
     Args:
         small: Seconds of a round trip with `SMALL` bytes.
         large: Seconds of a round trip with `size` bytes.
         size: Size of the large message in bytes.
+        sums: Seconds of a sum of a few numbers; 0 if not measured.
+        exchanges: Seconds of an exchange of small messages; 0 if not measured.
     """
-    return Link(bandwidth=(size - SMALL) / (max(large - small, LEAST * large) / 2), latency=small / 2)
+    bandwidth = (size - SMALL) / (max(large - small, LEAST * large) / 2)
+    return Link(bandwidth, latency=small / 2, sum=sums, exchange=exchanges)
 
 
 def round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.device, rounds: int) -> list[float]:

@@ -77,7 +77,7 @@ def _candidate(job: Job, costs: PartCosts) -> Candidate:
 
 def _exchanging(link: Link, costs: PartCosts, samples: int) -> float:
     """Return the seconds in which the devices of a group exchange rows in a step."""
-    return costs.exchanges * (link.latency + 2 * link.work) + samples * costs.busiest_bytes / link.bandwidth
+    return costs.exchanges * link.exchange_time() + samples * costs.busiest_bytes / link.bandwidth
 
 
 def _left_of_gradients(job: Job, costs: PartCosts, link: Link, samples: int, speed: float) -> float:

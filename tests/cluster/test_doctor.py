@@ -47,7 +47,9 @@ def test_the_doctor_names_differences_and_faults_of_hosts(tmp_path: Path, monkey
     assert (code, second) == (0, 0), output
     assert f"No problems: all 2 hosts have the same versions, reach each other and share {tmp_path}" in output
     assert re.search(r"1 beta +│ 10\.77\.9\.2 │ wire", output), output
-    assert re.search(r"plan --config YOURS --bandwidth \d+ --latency [\d.]+\n", output), output
+    assert re.search(
+        r"plan --config YOURS --bandwidth \d+ --latency [\d.]+ --sum_latency [\d.]+ --exchange_latency [\d.]+\n", output
+    ), output
     assert not list(tmp_path.glob(".cnnstrategies-doctor*"))
     (tmp_path / "beta").mkdir()
     (tmp_path / "shared").mkdir()
@@ -101,4 +103,10 @@ def test_the_cost_of_messages_is_that_of_the_slowest_connections() -> None:
     assert spatial.startswith("A message between hosts takes at least 0.3 ms. Under spatial with parts of an image on")
     assert spatial.endswith("100 of them take at least 30 ms")
     assert plan.endswith("cnnstrategies plan --config YOURS --bandwidth 200 --latency 0.3")
+    hosts[0].prices = (0.0012, 0.0005)
+    _, prices, plan = command.costs_of_messages(hosts)
+    assert prices.endswith(
+        "a sum over alpha and beta takes 1.2 ms by gloo, and an exchange of small messages takes 0.5 ms"
+    )
+    assert plan.endswith("--bandwidth 200 --latency 0.3 --sum_latency 1.2 --exchange_latency 0.5")
     assert command.costs_of_messages([HostReport("alpha", {}, [])]) == []

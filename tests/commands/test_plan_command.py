@@ -12,10 +12,11 @@ import pytest
 import yaml
 from planning.test_unequal import job, room
 
-from cnnstrategies.commands.arguments.options import COMMANDS
+from cnnstrategies.commands.arguments.options import COMMANDS, PlanOptions
 from cnnstrategies.commands.plan import largest, written
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.costs import UNMEASURED, Link
 from cnnstrategies.planning.devices import Device
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,13 @@ def test_missing_or_invalid_options_are_named(files: list[str]) -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             COMMANDS["plan"].run([*words])
+
+
+def test_connections_that_options_describe_have_prices_of_sums_and_exchanges() -> None:
+    assert PlanOptions(sum_latency=2.0).link("gloo") is None
+    assert PlanOptions(bandwidth=8.0, latency=1.0).link("nccl") == Link(1e6, 1e-3, 0.0, *UNMEASURED["nccl"])
+    options = PlanOptions(bandwidth=8.0, latency=1.0, sum_latency=2.0, exchange_latency=0.0)
+    assert options.link("gloo") == Link(1e6, 1e-3, sum=2e-3, exchange=0.0)
 
 
 def test_the_error_if_nothing_fits_names_the_largest_batch(files: list[str]) -> None:

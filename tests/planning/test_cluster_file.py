@@ -7,7 +7,7 @@ import pytest
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.cluster import Cluster, read_cluster
-from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.costs import UNMEASURED, Link
 
 pytestmark = pytest.mark.light
 
@@ -15,15 +15,15 @@ FILE = """
 nodes:
   - {count: 2, devices: 4, memory: 16GiB, price: 12.0,
      inside: {gbit: 96, us: 10}, interconnect: {gbit: 10, us: 50, efficiency: 0.5}}
-  - {devices: 2, speed: 0.5, inside: {gbit: 8, work_us: 70}, interconnect: {gbit: 4}}
+  - {devices: 2, speed: 0.5, inside: {gbit: 8, work_us: 70, sum_us: 90, exchange_us: 0}, interconnect: {gbit: 4}}
 server: {gbyte_per_s: 2, us: 80}
 """
 
 
-def read(text: str, folder: Path) -> Cluster:
+def read(text: str, folder: Path, backend: str = "nccl") -> Cluster:
     file = folder / "cluster.yaml"
     file.write_text(text)
-    return read_cluster(file)
+    return read_cluster(file, backend=backend)
 
 
 def test_a_cluster_file_becomes_devices_and_links(tmp_path: Path) -> None:
@@ -31,9 +31,12 @@ def test_a_cluster_file_becomes_devices_and_links(tmp_path: Path) -> None:
     assert cluster.host_of == (0,) * 4 + (1,) * 4 + (2,) * 2
     assert cluster.speeds == (1.0,) * 8 + (0.5,) * 2
     assert cluster.memories == (16 * 2**30,) * 8 + (inf,) * 2
-    assert cluster.link(0, 3) == Link(12e9, 10 * 1e-6)
-    assert cluster.link(0, 4) == Link(0.625e9, 50 * 1e-6), "10 Gbit/s at an efficiency of 0.5"
-    assert cluster.link(8, 9).work == pytest.approx(7e-5)
+    of_nccl = {"sum": pytest.approx(UNMEASURED["nccl"][0]), "exchange": pytest.approx(UNMEASURED["nccl"][1])}
+    assert cluster.link(0, 3) == Link(12e9, 10 * 1e-6, **of_nccl)
+    assert cluster.link(0, 4) == Link(0.625e9, 50 * 1e-6, **of_nccl), "10 Gbit/s at an efficiency of 0.5"
+    link = cluster.link(8, 9)
+    assert (link.work, link.sum, link.exchange) == (pytest.approx(7e-5), pytest.approx(9e-5), 0.0)
+    assert read(FILE, tmp_path, "gloo").link(0, 9).sum == pytest.approx(UNMEASURED["gloo"][0])
     assert cluster.link(4, 9).bandwidth == 0.5e9, (
         "a link between two machines is as fast as the slower machine's network"
     )
@@ -51,7 +54,7 @@ MISTAKES = [
     ("memory: 16GiB", "memory: 16 apples", "memory='16 apples' is not a size above 0"),
     ("efficiency: 0.5", "efficiency: 1.5", "it must be a number above 0 and of at most 1"),
     (
-        "inside: {gbit: 8, work_us: 70}, ",
+        "inside: {gbit: 8, work_us: 70, sum_us: 90, exchange_us: 0}, ",
         "",
         "nodes[1]: `inside` is missing; give the connection between the machine's 2 devices",
     ),

@@ -130,6 +130,10 @@ def test_a_step_computes_exchanges_rows_and_sums() -> None:
     assert row.sent_bytes == 8 * 400 + 2 * 4000 + 2 * 8000
     assert (str(row), row.effect) == ("spatial, parts=2", Effect.ROUNDING)
     assert candidate(job(2, 8, batch_norm=True)).effect == Effect.LEARNING, "other devices normalise other batches"
+    priced = Cluster.connected([Device()] * 2, replace(LINK, sum=0.01, exchange=0.004))
+    waiting = candidate(replace(job(2, 8), cluster=priced))
+    # Two sums of statistics and one of gradients, which take two messages of 1.2 ms without a price.
+    assert waiting.step - row.step == pytest.approx(5 * (0.004 - 0.0012) + 3 * (0.01 - 2 * 0.0012))
     small = replace(PARTS, window_bytes=0.0)
     bare = candidate(replace(job(2, 8), image_parts=(small,)))
     assert [a.total - b.total for a, b in zip(row.peaks, bare.peaks, strict=True)] == [8 * 700] * 2

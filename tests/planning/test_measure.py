@@ -1,6 +1,7 @@
 """Tests of measuring networks and links; measuring must not change the network."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning import measure, measure_links, measure_nodes
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.measure import profile
-from cnnstrategies.planning.measure_links import MEDIUM, SMALL, measure_cluster, measure_local_link
+from cnnstrategies.planning.measure_links import MEDIUM, SMALL, measure_cluster, measure_local_link, prices
 
 CPU = torch.device("cpu")
 
@@ -276,10 +277,33 @@ def test_loopback_has_a_plausible_latency_and_bandwidth() -> None:
     link = measure_local_link(CPU, "gloo")
     assert 1e-6 < link.latency < 10.0
     assert 1e5 < link.bandwidth < 1e13
+    assert 0.0 < link.sum < 10.0
+    assert 0.0 < link.exchange < 10.0
     with pytest.raises(
         RuntimeError, match=r"measuring the link with backend 'carrier-pigeon' failed: .*carrier-pigeon"
     ):
         measure_local_link(CPU, "carrier-pigeon")
+
+
+def test_prices_of_sums_and_exchanges_are_what_they_add_to_computations(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, delays = [0.0], iter(range(1000))
+
+    def takes(duration: float, results: object = None) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            seconds[0] += duration
+            return results
+
+        return run
+
+    def delayed_sum(*args: object) -> None:
+        seconds[0] += 2.0 if next(delays) % 30 else 500.0  # Other work on the machine delays few rounds.
+
+    monkeypatch.setattr(measure_links.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(measure_links.torch, "conv2d", takes(1.0))
+    monkeypatch.setattr(measure_links.dist, "all_reduce", delayed_sum)
+    monkeypatch.setattr(measure_links.dist, "P2POp", lambda *args: args)
+    monkeypatch.setattr(measure_links.dist, "batch_isend_irecv", takes(3.0, ()))
+    assert prices(1, CPU) == pytest.approx((2.0, 3.0))
 
 
 def test_delayed_small_messages_do_not_make_the_bandwidth_infinite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,11 @@ def test_a_ring_uses_the_links_between_its_devices() -> None:
     assert all_reduce(cluster, 4, 4)(800) == pytest.approx(2 * 3 * (0.1 + 2)), "inside one machine"
     assert all_reduce(cluster, 3, 1)(800) == 0.0
     assert Link(float("inf"), 0.0, work=1.0).all_reduce_time(400, 4) == pytest.approx(2 * 3 * 2 * 1.0)
+    priced, bare = Link(10, 0.5, 0.1, sum=3.0), Link(10, 0.5, 0.1)
+    assert priced.all_reduce_time(1e-9, 2) == pytest.approx(3.0), "a sum over two devices takes the measured time"
+    assert priced.all_reduce_time(400, 4) == pytest.approx(bare.all_reduce_time(400, 4) + 3.0 - 2 * 0.7)
+    assert priced.all_gather_time(400, 4) == pytest.approx(bare.all_gather_time(400, 4) + 3.0 - 2 * 0.7)
+    assert Link(10, 0.5, 0.1, sum=0.1).all_reduce_time(400, 4) == bare.all_reduce_time(400, 4), "two messages take more"
 
 
 def test_a_bucket_waits_for_its_gradients_and_for_the_previous_bucket() -> None:

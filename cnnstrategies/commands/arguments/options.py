@@ -16,6 +16,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, Size
 
 if TYPE_CHECKING:
+    from cnnstrategies.planning.costs import Link
     from cnnstrategies.planning.devices import Device
 
 DOCTOR = "doctor"  # Value of `plan --have` for the devices that `doctor` finds.
@@ -175,6 +176,10 @@ class PlanOptions:
         bandwidth: Bandwidth of the connections in Mbit/s, if ``--cluster`` is not given. By default the bandwidth
             between two processes on this machine is measured.
         latency: Latency of the connections in ms. It is used only with ``--bandwidth``.
+        sum_latency: Time in ms that a step takes longer for a sum of a few numbers over two devices, as of batch norm's
+            statistics. It is used only with ``--bandwidth``. By default it is 1 with CPUs, and 0.03 with GPUs.
+        exchange_latency: Time in ms that a step takes longer if two devices exchange small messages, as the rows at the
+            edges of an image. It is used only with ``--bandwidth``. By default it is 0.5 with CPUs, and 0.02 with GPUs.
         batch_size: Number of samples in a step over all devices. By default it is the data module's global_batch_size,
             or else the data module's batch_size times the number of devices.
         batch_per_device: Number of samples in a step on each device, instead of ``--batch_size``.
@@ -194,6 +199,8 @@ class PlanOptions:
     largest_batch: bool = False
     bandwidth: float | None = None
     latency: float = 0.05
+    sum_latency: float | None = None
+    exchange_latency: float | None = None
     batch_size: int | None = None
     batch_per_device: int | None = None
     search: bool = False
@@ -207,6 +214,24 @@ class PlanOptions:
                 f"have={self.have!r} and cluster={self.cluster} both describe the devices: leave one of them out; in a "
                 "cluster file, `devices` of a machine can be a text as for --have"
             )
+
+    def link(self, backend: str) -> "Link | None":
+        """Return the connection that the options describe; None if they describe none.
+
+        Args:
+            backend: Backend of torch.distributed, whose prices of sums and exchanges are used if no option sets them.
+        """
+        from cnnstrategies.planning.costs import UNMEASURED, Link
+
+        if self.bandwidth is None:
+            return None
+        prices = (
+            default if milliseconds is None else milliseconds / 1e3
+            for milliseconds, default in zip(
+                (self.sum_latency, self.exchange_latency), UNMEASURED[backend], strict=True
+            )
+        )
+        return Link(self.bandwidth * 1e6 / 8, self.latency / 1e3, 0.0, *prices)
 
     def samples_of_a_step(self, devices: int) -> int | None:
         """Return the number of samples in a step over all devices. Return None if no option sets this number."""

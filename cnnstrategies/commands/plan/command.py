@@ -15,7 +15,6 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
-from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.device_order import largest_in_best_order, rank_in_best_order
 from cnnstrategies.planning.device_report import plans_report
 from cnnstrategies.planning.largest_batch import FAMILIES
@@ -117,12 +116,13 @@ def _cluster(options: PlanOptions) -> Cluster:
         raise ConfigurationError(
             "cluster is missing: give a YAML file that describes the machines, or a list of devices with --have"
         )
-    if options.bandwidth is None:
+    link = options.link("nccl")
+    if link is None:
         raise ConfigurationError(
             "bandwidth is missing: --have does not describe the connections; give their bandwidth in Mbit/s, or use "
             "--cluster"
         )
-    return Cluster.connected(options.owned_devices(), Link(options.bandwidth * 1e6 / 8, options.latency / 1e3))
+    return Cluster.connected(options.owned_devices(), link)
 
 
 def show(ranking: Ranking, options: PlanOptions, configuration: "ModelAndData | None" = None) -> None:

@@ -83,7 +83,8 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
             f"trainer.num_nodes={machines}: give as many devices for each machine, or describe the machines with "
             "--cluster"
         )
-    cluster = read_cluster(options.cluster, devices) if options.cluster is not None else None
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    cluster = read_cluster(options.cluster, devices, backend) if options.cluster is not None else None
     request = None if options.search else _request(trainer.strategy, model)
     decide_by_shapes(network, lambda size: _images(data)[0][:size])
     traced = trace_open(network, True)
@@ -97,7 +98,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     )
     return Job(
         profile=_measure(traced, images, max(1, samples // devices), device, devices // machines, model, trainer),
-        cluster=cluster or Cluster.connected(owned, _link(options, device, devices), machines),
+        cluster=cluster or Cluster.connected(owned, _link(options, device, devices, backend), machines),
         samples=samples,
         microbatches=request.microbatches_on(devices, network, samples // loading) if request else None,
         replicas=request.replicas_on(devices) if request else None,
@@ -341,9 +342,10 @@ def _images(data: LightningDataModule) -> tuple[Tensor, int]:
     return images, len(images)
 
 
-def _link(options: PlanOptions, device: torch.device, devices: int) -> Link:
-    if options.bandwidth is not None:
-        return Link(options.bandwidth * 1e6 / 8, options.latency / 1e3)
+def _link(options: PlanOptions, device: torch.device, devices: int, backend: str) -> Link:
+    described = options.link(backend)
+    if described is not None:
+        return described
     if devices == 1:
         return Link(1.0, 0.0)  # With one device nothing is sent, so the values of the link do not matter.
     if device.type == "cuda" and torch.cuda.device_count() < 2:
@@ -351,4 +353,4 @@ def _link(options: PlanOptions, device: torch.device, devices: int) -> Link:
             "measuring the connection between GPUs needs two GPUs, but this machine has one: give --bandwidth (Mbit/s) "
             "and --latency (ms), or describe the machines with --cluster"
         )
-    return measure_local_link(device, "gloo" if device.type == "cpu" else "nccl")
+    return measure_local_link(device, backend)
