@@ -41,11 +41,18 @@ def main(options: PackOptions) -> None:
 def _encoding(options: PackOptions) -> EncodingOptions:
     size, quality = options.size, options.quality
     shard_bytes = size_in_bytes(options.shard_size, "--shard_size")
-    ranges = (("size", size, 8, 65500), ("quality", quality, 1, 95), ("shard_size", shard_bytes, 10**6, 10**12))
+    ranges = (
+        ("size", size, 8, 65500),
+        ("quality", quality, 1, 95),
+        ("shard_size", shard_bytes, 10**6, 10**12),
+        ("bits", options.bits, 8, 16),
+    )
     for name, value, least, most in ranges:
         if value is not None and not least <= value <= most:
             raise ConfigurationError(f"--{name} {value} is outside the range from {least} to {most}")
-    return EncodingOptions(size, SHRUNK_QUALITY if quality is None and size is not None else quality, shard_bytes)
+    if quality is None and size is not None:
+        quality = SHRUNK_QUALITY
+    return EncodingOptions(size, quality, shard_bytes, options.bits)
 
 
 def _workers(count: int | None) -> int:

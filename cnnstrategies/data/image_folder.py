@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.decoding import bits_of, checked_bits, read_image, spaced
 from cnnstrategies.data.folders import (
     EXTENSIONS,
     FILES_END_IN,
@@ -35,6 +35,7 @@ from cnnstrategies.data.segmentation_folder import MaskedSource
 from cnnstrategies.errors import ConfigurationError
 
 Files = tuple[list[str], list[Any]]
+REMEDY = "repair or remove it, or pack the images with `cnnstrategies pack`, which skips broken images"
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -65,6 +66,8 @@ class ImageFolderDataModule(ImageDataModule):
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time.
         num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
+        bits: Number of bits that images with 16 bits per pixel use, 8 to 16; by default the number that 32 training
+            images use. The start panel shows it.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
@@ -81,9 +84,11 @@ class ImageFolderDataModule(ImageDataModule):
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
+        bits: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(num_workers=num_workers, **options)
+        self.bits = checked_bits(bits)
         self.root = Path(root)
         self.val_split = val_split
         self.augment = augment
@@ -131,8 +136,11 @@ class ImageFolderDataModule(ImageDataModule):
             for part, chosen in zip(("train", "val"), split(len(names), self.val_split, self.seed), strict=True):
                 indices = chosen.tolist()
                 parts[part] = [names[i] for i in indices], [targets[i] for i in indices]
+        self.bits = self.bits or bits_of([self.root / name for name in spaced(parts["train"][0])])
         crops = {part: self.crop if part == "train" else self.centre for part in parts}
-        self.set_sources({part: FolderSource(self.root, *files, crops[part]) for part, files in parts.items()})
+        self.set_sources(
+            {part: FolderSource(self.root, *files, crops[part], self.bits) for part, files in parts.items()}
+        )
 
     def parts(self) -> dict[str, Files]:
         """Return the files and targets of each split that exists, and count the ignored files in ``left_out``."""
@@ -206,15 +214,19 @@ class FolderSource:
         names: Paths of the files, relative to ``root``.
         targets: Class of each image, or a list of numbers for each image.
         transform: Transform of a decoded uint8 (3, H, W) image. The results must have equal shapes.
+        bits: Number of bits that images with 16 bits per pixel use; None for 16.
     """
 
-    def __init__(self, root: Path, names: Sequence[str], targets: list[Any], transform: Transform) -> None:
+    def __init__(
+        self, root: Path, names: Sequence[str], targets: list[Any], transform: Transform, bits: int | None = None
+    ) -> None:
         self.root = root
         # The paths are stored in an array, because a list of a million strings would be copied into each forked worker
         # process: Python writes a reference count next to each string, so the memory does not stay shared.
         self.names = np.array([os.fsencode(name) for name in names])
         self.targets = torch.tensor(targets)
         self.transform = transform
+        self.bits = bits
 
     def __len__(self) -> int:
         return len(self.names)
@@ -229,13 +241,7 @@ class FolderSource:
 
     def _decode(self, index: int) -> Tensor:
         path = self.root / os.fsdecode(self.names[index])
-        try:
-            return decode(path)
-        except BrokenImageError as error:
-            raise ConfigurationError(
-                f"broken image {path} ({error}): repair or remove it, or pack the images with `cnnstrategies pack`, "
-                "which skips broken images"
-            ) from None
+        return read_image(path, self.bits, REMEDY)
 
 
 def images_of_folder(
@@ -277,11 +283,11 @@ def images_of_folder(
                 )
         pairs = [(folder / name, None) for name in names]
         reader = MaskReader(datamodule.num_classes, datamodule.ignore_index)
-        return MaskedSource(folder, pairs, height, reader, augment=False)
+        return MaskedSource(folder, pairs, height, reader, augment=False, bits=datamodule.bits)
     grey = [grey_of] if channels == 1 else []
     mode = (datamodule.preprocessing or IMAGENET).mode
     crop = v2.Compose([*grey, v2.Resize(shorter_side(datamodule), mode), v2.CenterCrop([height, width])])
-    return FolderSource(folder, names, [0] * len(names), crop)
+    return FolderSource(folder, names, [0] * len(names), crop, datamodule.bits)
 
 
 def shorter_side(datamodule: ImageDataModule) -> int:

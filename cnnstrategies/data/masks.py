@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from cnnstrategies.data.decoding import spaced
 from cnnstrategies.errors import ConfigurationError
 
-SAMPLE = 32  # Number of masks of a split that are read before the run.
 MOST_NAMED = 5  # Largest number of a mask's colours that an error names.
 WHITE = 255
 Colour = tuple[int, int, int]
@@ -59,14 +59,14 @@ class MaskReader:
     def look(self, splits: Sequence[Sequence[Path]]) -> None:
         """Read masks of each split before the run, check them, and find out whether 255 stands for class 1.
 
-        :data:`SAMPLE` evenly spaced masks of a split are read, and if these have no other value than 0, further masks
+        32 evenly spaced masks of a split are read, and if these have no other value than 0, further masks
         until one has another value.
 
         Raises:
             ConfigurationError: A mask has a value or a colour that is not a class, or there are more than two classes,
                 although the masks have only the values 0 and 255.
         """
-        samples = [path for masks in splits for path in _spaced(masks)]
+        samples = [path for masks in splits for path in spaced(masks)]
         if self.codes is None:
             values = _values_of_first(samples, splits)
             self.white_is_one = WHITE in values and values <= {0, WHITE}
@@ -170,10 +170,6 @@ def _values_of_first(samples: Sequence[Path], splits: Sequence[Sequence[Path]]) 
             break
         values.update(np.unique(values_of(path)).tolist())
     return values
-
-
-def _spaced(paths: Sequence[Path]) -> list[Path]:
-    return [paths[number * len(paths) // SAMPLE] for number in range(SAMPLE)] if len(paths) > SAMPLE else [*paths]
 
 
 def _codes(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:

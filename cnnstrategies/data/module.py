@@ -49,6 +49,7 @@ class ImageDataModule(LightningDataModule):
             preprocessing; otherwise None.
         places: Folder or file of each split's samples, for the start panel. A split that is not in this mapping is held
             out of the training samples.
+        bits: Number of bits that images with 16 bits per pixel use; None if there are no such images.
         left_out: Numbers of ignored files; keys are the reasons.
 
     Args:
@@ -80,6 +81,7 @@ class ImageDataModule(LightningDataModule):
     train_transform: Transform
     eval_transform: Transform
     ignore_index: int | None = None
+    bits: int | None = None
     prefetch: int = 2
     task: TaskName = "classes"
     preprocessing: Preprocessing | None
@@ -200,6 +202,8 @@ class ImageDataModule(LightningDataModule):
         if part != "predict" and isinstance(targets, Tensor) and targets.ndim == 1:
             count = len(set(targets.tolist()))
             text += f", {count} classes" if count == self.num_classes else f", {count} of {self.num_classes} classes"
+        if part == "train" and self.bits is not None:
+            text += f", {self.bits} of 16 bits used"
         if part == "test" and source is getattr(self, "val_source", None):
             text += "\nthe validation images, by which best.ckpt was chosen: there are no separate test images"
         return text

@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as tvf
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.decoding import BrokenImageError, decode, fitted
+from cnnstrategies.data.decoding import bits_of, checked_bits, fitted, read_image, spaced
 from cnnstrategies.data.folders import FILES_END_IN, ignored_folders, image_files, part_folders, readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.masks import Colour, MaskReader
@@ -57,6 +57,8 @@ class SegmentationFolderDataModule(ImageDataModule):
         num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
         mask_colours: Colour of each class in masks that are colour images: lists of red, green and blue, each 0 to 255.
             One more colour may follow, which the ignored pixels have.
+        bits: Number of bits that images with 16 bits per pixel use, 8 to 16; by default the number that 32 training
+            images use. The start panel shows it.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
@@ -78,9 +80,11 @@ class SegmentationFolderDataModule(ImageDataModule):
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
         mask_colours: list[Colour] | None = None,
+        bits: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(num_workers=num_workers, **options)
+        self.bits = checked_bits(bits)
         if image_size < 1:
             raise ConfigurationError(f"image_size={image_size}: use at least 1")
         self.root = Path(root)
@@ -113,10 +117,11 @@ class SegmentationFolderDataModule(ImageDataModule):
             training = parts["train"]
             rest, chosen = split(len(training), self.val_split, self.seed)
             parts["train"], parts["val"] = [training[i] for i in rest], [training[i] for i in chosen]
+        self.bits = self.bits or bits_of([path for path, _ in spaced(parts["train"])])
         size = self.image_shape[1]
         self.set_sources(
             {
-                part: MaskedSource(self.root, pairs, size, self.masks, self.augment and part == "train")
+                part: MaskedSource(self.root, pairs, size, self.masks, self.augment and part == "train", self.bits)
                 for part, pairs in parts.items()
             }
         )
@@ -168,13 +173,23 @@ class MaskedSource:
         masks: Reader of the masks.
         augment: Whether the sample gets a random crop and a random horizontal flip. Otherwise the whole image is scaled
             and padded to a square.
+        bits: Number of bits that images with 16 bits per pixel use; None for 16.
     """
 
-    def __init__(self, root: Path, pairs: Sequence[Pair], size: int, masks: MaskReader, augment: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        pairs: Sequence[Pair],
+        size: int,
+        masks: MaskReader,
+        augment: bool,
+        bits: int | None = None,
+    ) -> None:
         self.root = root
         self.pairs = list(pairs)
         self.size = size
         self.masks = masks
+        self.bits = bits
         crop = v2.RandomResizedCrop(size, scale=(LEAST_AREA, 1.0), antialias=True)
         self.random = v2.Compose([crop, v2.RandomHorizontalFlip()]) if augment else None
 
@@ -197,10 +212,7 @@ class MaskedSource:
         return torch.stack([image for image, _ in loaded]), torch.stack([mask for _, mask in loaded]).long()
 
     def _load(self, image_path: Path, mask_path: Path | None) -> tuple[Tensor, Tensor]:
-        try:
-            image = decode(image_path)
-        except BrokenImageError as error:
-            raise ConfigurationError(f"broken image {image_path} ({error}): repair or remove it") from None
+        image = read_image(image_path, self.bits, "repair or remove it")
         mask = torch.zeros(image.shape[1:], dtype=torch.uint8) if mask_path is None else self._mask(mask_path, image)
         if self.random is not None:
             pair = self.random(tv_tensors.Image(image), tv_tensors.Mask(mask))

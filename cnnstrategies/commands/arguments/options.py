@@ -428,6 +428,8 @@ class PackOptions:
         shard_size: Approximate size of all images in a shard, before the images are shrunk: a number of bytes, or a
             size such as 256MB or 1GiB.
         workers: Number of threads that write shards at the same time; by default one for each core.
+        bits: Number of bits that images with 16 bits per pixel use, from 8 to 16; by default the number that 32
+            training images use. These images are packed with 8 bits.
         check: Folder of shards to check. Each shard is compared with its checksum in the index, and nothing is packed.
     """
 
@@ -437,6 +439,7 @@ class PackOptions:
     quality: int | None = None
     shard_size: Size = "256MB"
     workers: int | None = None
+    bits: int | None = None
     check: Path | None = option(None, metavar="FOLDER")
 
 

@@ -21,11 +21,13 @@ class EncodingOptions:
             scaled down to this size. None keeps the sizes of all images.
         quality: JPEG quality, if images are converted to JPEG; None if they are not converted.
         shard_bytes: Approximate total size of the source files in a shard, in bytes.
+        bits: Number of bits that images with 16 bits per pixel use; None if the packing finds it out.
     """
 
     size: int | None
     quality: int | None
     shard_bytes: int
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,28 +50,31 @@ class Encoded:
     plain: bool
 
 
-def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
+def encode(data: bytes, size: int | None, quality: int | None, bits: int | None = None) -> Encoded:
     """Convert an image file to the file to store in a shard.
 
     With a ``quality``, the image is converted to JPEG. Without it, a JPEG, PNG or WebP file is kept as it is, and a
-    file in another format becomes a PNG file. The image is decoded in any case, to detect damaged files.
+    file in another format, or with 16 bits per pixel, becomes a PNG file with 8 bits. The image is decoded in any case,
+    to detect damaged files.
 
     Args:
         data: Content of the file.
         size: Largest shorter side, in pixels, to which an image is scaled down before its conversion to JPEG; None
             keeps the size.
         quality: JPEG quality; None if the image is not converted to JPEG.
+        bits: Number of bits that images with 16 bits per pixel use; None for 16.
 
     Raises:
         BrokenImageError: The image cannot be decoded.
+        PixelRangeError: A pixel needs more bits.
     """
-    pixels = decode(io.BytesIO(data))
+    pixels = decode(io.BytesIO(data), bits or 16)
     height, width = pixels.shape[1:]
     if quality is None:
         with Image.open(io.BytesIO(data)) as opened:
-            extension = EXTENSIONS.get(opened.format or "")
+            extension = None if opened.mode.startswith("I;16") else EXTENSIONS.get(opened.format or "")
             turned = opened.getexif().get(ORIENTATION, 1) != 1
-        if extension is None:  # BMP, TIFF and PNM files become PNG files, which are lossless and usually smaller.
+        if extension is None:  # PNG files are lossless, and usually smaller than BMP, TIFF and PNM files.
             file = io.BytesIO()
             Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG")
             return Encoded(file.getvalue(), "png", width, height, False)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import Progress
 
-from cnnstrategies.data.decoding import BrokenImageError
+from cnnstrategies.data.decoding import BrokenImageError, PixelRangeError, bits_of, spaced
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.shards.encoding import Encoded, EncodingOptions, encode
 from cnnstrategies.data.shards.index import (
@@ -76,7 +76,8 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
         The index of the packed images.
 
     Raises:
-        ConfigurationError: ``out`` exists, the source has masks, or no image of a split can be decoded.
+        ConfigurationError: ``out`` exists, the source has masks, no image of a split can be decoded, or a pixel needs
+            more bits than the images are said to use.
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists already: choose another name, or remove it")
@@ -86,11 +87,13 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
             f"{source} has masks, which cannot be packed: train with SegmentationFolderDataModule, which reads the "
             "image files"
         )
-    packing = secrets.token_hex(8)
+    packing, files = secrets.token_hex(8), module.parts()
+    if options.bits is None:
+        options = replace(options, bits=bits_of([source / name for name in spaced(files["train"][0])]))
     with whole_folder(out, REMEDY) as scratch:
         shards: dict[str, list[list[Image]]] = {}
-        for part, files in module.parts().items():
-            images = [Image(name, target, number) for number, (name, target) in enumerate(zip(*files, strict=True))]
+        for part, listed in files.items():
+            images = [Image(name, target, number) for number, (name, target) in enumerate(zip(*listed, strict=True))]
             shards[part] = _shards(part, images, source, options.shard_bytes)
         written = _write(source, scratch, packing, options, shards, workers)
         index = Index(
@@ -204,7 +207,10 @@ def _encoded(path: Path, options: EncodingOptions) -> Encoded:
         data = path.read_bytes()
     except OSError as error:
         raise BrokenImageError(error.strerror or str(error)) from error
-    return encode(data, options.size, options.quality)
+    try:
+        return encode(data, options.size, options.quality, options.bits)
+    except PixelRangeError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
 
 
 def _joined(part: str, written: list[Written]) -> ShardedPart:
