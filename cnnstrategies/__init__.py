@@ -7,6 +7,7 @@ during these imports, Python shows a traceback, because the command line has not
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from cnnstrategies.models.classifier import ImageClassifier
     from cnnstrategies.models.segmenter import ImageSegmenter
     from cnnstrategies.verifying import verify
+
+PRINTED = "CNNSTRATEGIES_OTHER_SYSTEM"  # Environment variable that is set once the line on the system is printed.
 
 __all__ = ["ConfigurationError", "ImageClassifier", "ImageSegmenter", "strategies", "verify"]
 
@@ -73,10 +76,23 @@ class AfterImport:
         return spec
 
 
+def _warn_of_other_systems(platform: str) -> None:
+    """Print a line if the operating system is not Linux. Processes that this process starts do not print it again."""
+    if platform == "linux" or PRINTED in os.environ:
+        return
+    os.environ[PRINTED] = "1"
+    print(
+        f"cnnstrategies is tested on Linux only, and this is {platform}: parameter_server, shards, scaling, tune and "
+        "runs on several machines need Linux, and everything else is untried.",
+        file=sys.stderr,
+    )
+
+
 def _register() -> None:
     importlib.import_module("cnnstrategies.strategies")
 
 
+_warn_of_other_systems(sys.platform)
 if "lightning.pytorch" in sys.modules:
     _register()
 else:

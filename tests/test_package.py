@@ -37,6 +37,17 @@ def test_the_package_waits_for_lightning():
     assert all(getattr(cnnstrategies, name).__name__.endswith(name) for name in cnnstrategies.__all__)
 
 
+def test_other_systems_than_linux_get_one_line_at_the_import(monkeypatch, capsys):
+    monkeypatch.delenv(cnnstrategies.PRINTED, raising=False)
+    for platform in ("linux", "darwin", "darwin"):  # The third import is that of a process that the second one starts.
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+        importlib.reload(cnnstrategies)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tested on Linux only, and this is darwin: parameter_server" in line
+    monkeypatch.delenv(cnnstrategies.PRINTED)
+
+
 def test_the_transport_imports_the_torch_module_that_would_hold_the_default_group():
     """An optimizer's first step would import the module; in this process Lightning has imported it already."""
     held, ours = "torch.distributed.nn.functional", "cnnstrategies.pipeline.transport"
