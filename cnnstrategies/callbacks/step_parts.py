@@ -1,5 +1,6 @@
 """Parts of a training step under each strategy, and measurement of the time that each part takes."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing_extensions import override
 
 from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
 from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.runtime.waiting import only_starts, unwatch, watch
 from cnnstrategies.strategies.protocol import StepKind, facts_of
+from cnnstrategies.strategies.spatial.waits import ROWS, SHARE, SUMS, kind_of_wait
 
 TOTAL = "step"
 # Keys: suffixes of the names of the actions that Lightning reports to its profiler. Values: parts of a step. Lightning
@@ -70,9 +73,27 @@ STAGES = Parts(
 # A worker of a parameter server waits for parameters during its forward pass. The time of its pushes counts for
 # backward and optimizer.
 WORKER = Parts({**BEFORE, "wait": "waiting for the servers", **NETWORK, **AFTER}, ACTIONS, ("wait",))
+# Devices with parts of the same images wait for each other within all parts of a step. These waits are nested parts.
+IMAGE_PARTS = Parts(
+    {
+        **BEFORE,
+        SHARE: "waiting for the batch",
+        **NETWORK,
+        ROWS: "waiting for rows of other devices",
+        SUMS: "waiting for sums over the parts",
+        "communication": "waiting for other groups, other messages",
+        **AFTER,
+    },
+    ACTIONS,
+    (SHARE, ROWS, SUMS, "communication"),
+)
 
-
-PARTS: Mapping[StepKind, Parts] = {"replica": WHOLE_NETWORK, "stages": STAGES, "worker": WORKER}
+PARTS: Mapping[StepKind, Parts] = {
+    "replica": WHOLE_NETWORK,
+    "stages": STAGES,
+    "worker": WORKER,
+    "parts": IMAGE_PARTS,
+}
 
 
 class PartClock(Profiler):
@@ -172,6 +193,31 @@ class PartClock(Profiler):
         return time.perf_counter()
 
 
+class WaitClock:
+    """WaitWatcher that makes the waits of ranks with parts of the same images parts of a step.
+
+    Args:
+        clock: The clock that counts the time of each part of a step.
+    """
+
+    def __init__(self, clock: PartClock) -> None:
+        self._clock = clock
+        self._is_open = False  # Whether the current wait has begun a part.
+
+    def begin_waiting(self, kind: str) -> None:
+        """Begin a part of the step."""
+        frame = sys._getframe(1)  # noqa: SLF001
+        if self._clock.running and not only_starts(frame):
+            self._is_open = True
+            self._clock.begin(kind_of_wait(frame) or "communication")
+
+    def end_waiting(self) -> None:
+        """End the part of the step."""
+        if self._is_open:
+            self._is_open = False
+            self._clock.end()
+
+
 class StepMeter:
     """Meter of the time that each part of a trainer's steps takes.
 
@@ -180,6 +226,8 @@ class StepMeter:
             :meth:`remove` is called.
         part_of: Function that maps the name of a profiler action to a part of the step, or to None for an action that
             belongs to no part. By default the parts of the trainer's strategy are used.
+        counts_waits: Whether waits of ranks with parts of the same images become parts of a step. False if the caller
+            counts waits.
 
     Attributes:
         parts: The parts of a step under the trainer's strategy.
@@ -190,7 +238,9 @@ class StepMeter:
             Those of the last step are missing.
     """
 
-    def __init__(self, trainer: Trainer, part_of: Callable[[str], str | None] | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, part_of: Callable[[str], str | None] | None = None, counts_waits: bool = True
+    ) -> None:
         strategy: Any = trainer.strategy
         facts = facts_of(strategy)
         self.parts = PARTS[facts.step_kind]
@@ -209,6 +259,8 @@ class StepMeter:
         user = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
         self.clock = PartClock(user, strategy.root_device, part_of or self.parts.of, inner)
         trainer.profiler = self.clock  # type: ignore[attr-defined]
+        self._waits = WaitClock(self.clock) if counts_waits and facts.step_kind == "parts" else None
+        self._watches = False
 
     def prepare(self) -> None:
         """Make DDP measure each all-reduce from now on.
@@ -222,6 +274,9 @@ class StepMeter:
         """Start measuring. Call this when no part is open."""
         if self.pipeline is not None and self._note not in self.pipeline.watchers:
             self.pipeline.watchers.append(self._note)
+        if self._waits is not None and not self._watches:
+            watch(self._waits)
+            self._watches = True
         self.clock.wanted = True
         self.clock.run()
 
@@ -255,6 +310,9 @@ class StepMeter:
             trainer.profiler = self.clock.user  # type: ignore[attr-defined]
             if self.pipeline is not None and self._note in self.pipeline.watchers:
                 self.pipeline.watchers.remove(self._note)
+            if self._waits is not None:
+                unwatch(self._waits)
+                self._watches = False
             if self._ddp is not None:
                 measure_rarely(self._ddp)
 

@@ -30,6 +30,10 @@ class StepProfile(Callback):
     worker waits for parameters during the forward pass. This wait is a separate part of the step and does not count as
     ``forward``.
 
+    Under ``spatial`` the waits for other ranks are parts of their own: ``share`` for the batch, ``rows``, ``sums`` over
+    the parts, and ``communication`` for messages of other groups and all other messages. The parts ``data``,
+    ``forward``, ``backward`` and ``other`` do not include them.
+
     Under DDP, ``communication`` is the time of the gradients' all-reduce that does not overlap with the backward pass.
     DDP measures this time, also with a communication hook. The time includes the wait for slower ranks, so the rank
     with the *least* communication is the slowest rank. The line below the table gives the fraction of the all-reduce

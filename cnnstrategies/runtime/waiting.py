@@ -16,10 +16,12 @@ DDP also waits in C++ for the all-reduce of gradients, at the end of backward. O
 when this wait begins, so a strategy with such a hook measures this wait itself.
 """
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +79,8 @@ class _Waits:
 
 
 _waits = _Waits()
+# Files whose functions report a wait: the frames between a watcher and the method of torch that waits.
+_REPORTING = (__file__, contextlib.__file__)
 
 
 @contextmanager
@@ -140,6 +144,19 @@ def _reporting_wait(function: Callable[..., Any], name: str) -> Callable[..., An
             return function(*args, **kwargs)
 
     return wait
+
+
+def only_starts(frame: FrameType | None) -> bool:
+    """Return whether a reported wait is a call that only starts a collective, and does not wait for other ranks.
+
+    Args:
+        frame: The innermost frame of the call stack at the begin of the wait, in a method of a watcher.
+    """
+    while frame is not None and frame.f_code.co_filename in _REPORTING:
+        if frame.f_code.co_name == "collective":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def report_forwards(model: DistributedDataParallel) -> tuple[RemovableHandle, ...]:

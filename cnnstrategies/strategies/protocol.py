@@ -46,7 +46,7 @@ GradientWeighting = Literal["equal", "by_rank", "by_sample"]
 # "replica": the whole network, on the process's own batch.
 # "stages": one or more stages of the network, as in a pipeline.
 # "worker": the whole network, with parameters from servers.
-StepKind = Literal["replica", "stages", "worker"]
+StepKind = Literal["replica", "stages", "worker", "parts"]
 
 
 class StrategyFacts:

@@ -5,8 +5,9 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
@@ -29,7 +30,7 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from cnnstrategies import ImageClassifier, ImageSegmenter
-from cnnstrategies.callbacks import ActivationCheckpointing, GracefulStop, graceful_stop
+from cnnstrategies.callbacks import ActivationCheckpointing, GracefulStop, StepProfile, graceful_stop
 
 CLASSES = 5
 SAMPLES, HEIGHT, WIDTH = 11, 41, 33
@@ -194,6 +195,35 @@ def train_with_hook(make: Callable[[], Any], devices: int, *hooked: int) -> str:
     with redirect_stderr(StringIO()) as errors:
         trainer.fit(module, DataLoader(images_with(True), 2))
     return errors.getvalue()
+
+
+class Slow(OwnModule):
+    """A module whose steps begin with a sleep on some ranks.
+
+    Args:
+        ranks: The ranks that sleep.
+    """
+
+    SECONDS = 0.2
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__(nn.Conv2d(3, CLASSES, 3, padding=1))
+        self.ranks = ranks
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank in self.ranks:
+            time.sleep(self.SECONDS)
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+
+def train_with_sleep(make: Callable[[], Any], devices: int, *ranks: int) -> dict[str, float]:
+    """Train while some ranks sleep in each step, and return the mean time of each part of a step in ms."""
+    use_strategy(devices)
+    profile = StepProfile(skip_first=1, steps=2)
+    trainer = quiet_trainer(make(), devices, max_epochs=1, limit_train_batches=3, callbacks=[profile])
+    with redirect_stdout(StringIO()):
+        trainer.fit(Slow(ranks), DataLoader(images_with(True), 2))
+    return profile.milliseconds
 
 
 class Signalled(Callback):

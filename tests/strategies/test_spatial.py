@@ -22,6 +22,7 @@ from spatial_programs import (
     CLASSES,
     PROGRAMS,
     OwnModule,
+    Slow,
     Spiked,
     images_with,
     train_all,
@@ -29,6 +30,7 @@ from spatial_programs import (
     train_in,
     train_with_hook,
     train_with_signal,
+    train_with_sleep,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -79,11 +81,11 @@ def check(actual: dict[str, Tensor], expected: dict[str, Tensor], rank: int, tex
         torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12 * scale, msg=f"{text}, {name}")
 
 
-def train_all_and_with_faults() -> tuple[dict[str, dict[str, Tensor]], list[str], tuple[int, bool]]:
-    """Run all programs in two parts, runs with a hook on one rank and on both, and a run in which rank 1 is stopped."""
+def train_all_and_with_faults() -> tuple[dict[str, dict[str, Tensor]], list[str], dict[str, float], tuple[int, bool]]:
+    """Run all programs in two parts, and runs with a hook on one rank and on both, a sleep, and a stop on rank 1."""
     results = train_all(two_parts, 2, ALL)
     lines = [train_with_hook(two_parts, 2, *hooked) for hooked in ((1,), (0, 1))]
-    return results, lines, train_with_signal(two_parts, 2, 1)
+    return results, lines, train_with_sleep(two_parts, 2, 1), train_with_signal(two_parts, 2, 1)
 
 
 def test_two_parts_train_as_one_process() -> None:
@@ -93,8 +95,13 @@ def test_two_parts_train_as_one_process() -> None:
         r"spatial: after 1 batch, the ranks that .* have different weights network.bias \(norms from .* to .*\): "
         r"register hooks, .* on all of these ranks alike\n"
     )
-    for rank, (report, (on_one, on_both), stopped) in enumerate(reports):
-        assert stopped == reports[0][2], "both ranks stop after the same step"
+    for rank, (report, (on_one, on_both), times, stopped) in enumerate(reports):
+        # Rank 0 waits for rows of rank 1, which sleeps in its forward. The times are means over both ranks.
+        assert times["rows"] > 1000 * Slow.SECONDS / 4
+        assert times["forward"] > 1000 * Slow.SECONDS / 2
+        assert times["step"] == pytest.approx(sum(value for part, value in times.items() if part != "step"), rel=1e-3)
+        assert min(times["share"], times["sums"]) > 0
+        assert stopped == reports[0][3], "both ranks stop after the same step"
         assert stopped[1]
         assert stopped[0] >= 2
         assert on_both == ""
@@ -103,11 +110,17 @@ def test_two_parts_train_as_one_process() -> None:
             check(report[name], expected[name], rank, name)
 
 
+def train_in_groups(names: tuple[str, ...]) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
+    """Run programs in two groups, and a run in which the second group sleeps."""
+    return train_all(two_parts, 4, names), train_with_sleep(two_parts, 4, 2, 3)
+
+
 def test_groups_train_as_ddp() -> None:
     names = "own classifier", "classifier", "volumes"
-    reports = run_ranks(4, train_all, two_parts, 4, names)
+    reports = run_ranks(4, train_in_groups, names)
     expected = run_ranks(2, train_all, ddp, 2, names)
-    for rank, report in enumerate(reports):
+    for rank, (report, times) in enumerate(reports):
+        assert times["communication"] > 1000 * Slow.SECONDS / 4, "the first group waits for the second one"
         for name in names:
             check(report[name], expected[rank // 2][name], rank, name)
 

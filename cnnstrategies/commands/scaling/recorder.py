@@ -1,6 +1,5 @@
 """Recording of a rank's timeline: its own work between collectives, and the time that it spends in each collective."""
 
-import contextlib
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -26,9 +25,9 @@ from cnnstrategies.planning.scaling.timeline import (
     SUMS,
     WAITING,
 )
-from cnnstrategies.runtime import waiting
-from cnnstrategies.spatial import link
-from cnnstrategies.strategies.spatial import loading
+from cnnstrategies.runtime.waiting import only_starts
+from cnnstrategies.strategies.spatial import waits
+from cnnstrategies.strategies.spatial.waits import kind_of_wait
 
 # Folders of libraries. A collective belongs to the line of code outside of these folders that runs it.
 LIBRARIES = tuple(
@@ -39,9 +38,8 @@ LIBRARIES = tuple(
     )
 )
 
-
-# Files whose functions report a wait: the frames between the recorder and the method of torch that waits.
-REPORTING = (waiting.__file__, contextlib.__file__)
+# Kinds of collectives of ranks that have parts of the same images.
+KINDS = {waits.SHARE: BATCH, waits.ROWS: ROWS, waits.SUMS: SUMS}
 
 
 def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
@@ -56,7 +54,7 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
     """
     if name == "buffers":
         return BUFFERS, ""
-    if (kind := kind_in_group(frame)) is not None:
+    if (kind := KINDS.get(kind_of_wait(frame) or "")) is not None:
         return kind, ""
     kind = BARRIER if "barrier" in name else EXCHANGE
     # The callers of Lightning's loop belong to the program that trains, and not to a step.
@@ -68,35 +66,6 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
             kind = LOG
         frame = frame.f_back
     return INTERNAL, ""
-
-
-def kind_in_group(frame: FrameType | None) -> str | None:
-    """Return the kind of a wait for ranks that have parts of the same images; None if it is not such a wait.
-
-    Args:
-        frame: The innermost frame of the call stack.
-    """
-    kind = None
-    while frame is not None and not frame.f_code.co_filename.endswith("fit_loop.py"):
-        if frame.f_code.co_filename == link.__file__:
-            kind = ROWS if "exchange" in frame.f_code.co_qualname else SUMS
-        elif frame.f_code.co_filename == loading.__file__:
-            return BATCH
-        frame = frame.f_back
-    return kind
-
-
-def only_starts(frame: FrameType | None) -> bool:
-    """Return whether a reported wait is a call that only starts a collective, and does not wait for other ranks.
-
-    Args:
-        frame: The innermost frame of the call stack.
-    """
-    while frame is not None and frame.f_code.co_filename in REPORTING:
-        if frame.f_code.co_name == "collective":
-            return True
-        frame = frame.f_back
-    return False
 
 
 class TimelineRecorder:

@@ -82,7 +82,7 @@ class ScalingControl(StepControl):
         self._ranks_per_batch = facts_of(trainer.strategy).ranks_per_batch
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._default_callbacks = default_callbacks(callbacks, self._configured) | {type(self).__name__}
-        self._meter = StepMeter(trainer, self._part)
+        self._meter = StepMeter(trainer, self._part, counts_waits=False)
         for logger in trainer.loggers:
             for name in ("log_metrics", "save"):
                 setattr(logger, name, self._counted(getattr(logger, name), LOGGER + type(logger).__name__))
@@ -165,7 +165,7 @@ class ScalingControl(StepControl):
 
     def _begin(self, command: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
-        self._meter = StepMeter(self._trainer, self._part)
+        self._meter = StepMeter(self._trainer, self._part, counts_waits=False)
         # Skip the current batch and the batches that were loaded in advance: the measured steps must include loading.
         self._left, self._skipped, self._larger = command["steps"], 1 + self._ready, command.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()

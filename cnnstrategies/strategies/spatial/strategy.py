@@ -28,7 +28,7 @@ from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_repli
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
-from cnnstrategies.strategies.protocol import StrategyFacts
+from cnnstrategies.strategies.protocol import StepKind, StrategyFacts
 from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_module, check_parts
 from cnnstrategies.strategies.spatial.groups import ImageGroups
@@ -62,6 +62,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     """
 
     strategy_name = "spatial"
+    step_kind: StepKind = "parts"
     gradient_buckets = None  # What a device holds depends on its part of the images.
 
     def __init__(
