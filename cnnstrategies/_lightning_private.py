@@ -339,6 +339,14 @@ def is_compiled_whole(module: LightningModule) -> bool:
     return vars(module).get("_compiler_ctx") is not None
 
 
+def averages_models(kind: Any) -> bool:
+    """Return whether a DDP strategy averages weights now and then, so that the ranks' weights differ in between.
+
+    Lightning has no public name for the argument ``model_averaging_period``.
+    """
+    return getattr(kind, "_model_averaging_period", None) is not None
+
+
 def keeps_graph(metric: Metric) -> bool:
     """Whether a metric is computing the value of a batch, from which a backward may start.
 

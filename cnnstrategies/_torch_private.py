@@ -130,6 +130,17 @@ def add_all(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     torch._foreach_add_(list(targets), list(others))
 
 
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norms of tensors (tensors) in float32, with few operations, as ``clip_grad_norm_`` computes them.
+
+    The public function returns the norm of all tensors together only.
+    """
+    with torch.no_grad():
+        return torch.stack(
+            [norm.to(tensors[0].device) for norm in torch._foreach_norm(list(tensors), 2, dtype=torch.float32)]
+        )
+
+
 def put_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
     """Replace the tensor of a registered buffer.
 

@@ -13,6 +13,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -21,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from cnnstrategies._lightning_private import (
     ask_of_sigterm,
     asks_of_sigterm,
+    averages_models,
     built_by_cli,
     end_observation,
     keep_batches,
@@ -164,3 +166,7 @@ def test_how_often_an_epoch_is_saved(options, saves):
     assert saves_in_epoch(ModelCheckpoint(**options), trainer) == saves
     trainer.num_training_batches = float("inf")
     assert saves_in_epoch(ModelCheckpoint(every_n_train_steps=2), trainer) == 0
+
+
+def test_a_strategy_that_averages_models_now_and_then_is_recognised():
+    assert [averages_models(DDPStrategy(model_averaging_period=period)) for period in (None, 2)] == [False, True]

@@ -20,6 +20,7 @@ from cnnstrategies._torch_private import (
     functions_without,
     is_compiling,
     measure_every_step,
+    norms_of,
     parameters_in,
 )
 from cnnstrategies.placed import Places
@@ -121,3 +122,8 @@ def test_a_function_mode_is_on_again_below_modes_that_a_generator_has_entered():
     before = len(seen)
     torch.ones(1)
     assert len(seen) == before
+
+
+def test_norms_of_tensors_in_float32() -> None:
+    norms = norms_of([torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.tensor(-2.0, dtype=torch.float64)])
+    assert norms.dtype is torch.float32 and norms.tolist() == [5.0, 2.0]

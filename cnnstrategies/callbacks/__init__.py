@@ -7,6 +7,7 @@ from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
 from cnnstrategies.callbacks.first_batch import FirstBatch
 from cnnstrategies.callbacks.from_configuration import FromConfiguration
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
+from cnnstrategies.callbacks.guard import Guard
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.pruning import Pruning
 from cnnstrategies.callbacks.start_panel import StartPanel
@@ -24,6 +25,7 @@ __all__ = [
     "FirstBatch",
     "FromConfiguration",
     "GracefulStop",
+    "Guard",
     "PredictionWriter",
     "Pruning",
     "SampleWeights",

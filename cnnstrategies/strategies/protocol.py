@@ -9,6 +9,7 @@ All subpackages may import this module. To avoid circular imports, the module it
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -325,6 +326,24 @@ class StrategyFacts:
     def steps_in_lockstep(self) -> bool:
         """Whether all processes make each step together, so that they may wait for each other after a step."""
         return True
+
+    # Values of the ranks, for the callback ``Guard``
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Whether the ranks that hold a weight have the same value of it after each step, and take the same step."""
+        return not self.shards_parameters
+
+    def holders_of(self, tensor: "Tensor") -> tuple[int, ...] | None:
+        """Return the ranks that hold the values of a parameter, a buffer or another tensor; None if all ranks do."""
+        return None
+
+    def local_code(self) -> AbstractContextManager[None]:
+        """Return a context for code that reads the tensors that this rank holds, and need not run on all ranks."""
+        return nullcontext()
+
+    def settle_weights(self) -> None:
+        """Bring the weights of this rank up to date after a step. All ranks that step together must call this."""
 
     def gather_from_ranks(self, values: "Tensor") -> "Tensor":
         """Return tensors of all ranks, whose values may differ, such as measured times. All ranks must call this.

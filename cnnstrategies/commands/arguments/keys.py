@@ -30,6 +30,7 @@ ROOTS: dict[str, str | None] = {
     "seed_everything": None,
     "ckpt_path": None,
     "run_name": None,
+    "guard": None,
 }
 # Maps the path of a nested key to the class whose parameters are the keys below the nested key.
 NESTED = {

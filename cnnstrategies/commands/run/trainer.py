@@ -4,7 +4,7 @@ The module also has the default callbacks and plugins of the command line.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -21,6 +21,7 @@ from cnnstrategies.callbacks import (
     FirstBatch,
     FromConfiguration,
     GracefulStop,
+    Guard,
     PredictionWriter,
     SamplesPerSecond,
     SampleWeights,
@@ -147,6 +148,13 @@ def add_sections(parser: LightningArgumentParser) -> None:
         "checkpoint. By default the launcher (SLURM, Kubernetes, Ray or torchrun) gives the name. Without a name, the "
         "run gets a folder with a number and cannot be restarted.",
     )
+    parser.add_argument(
+        "--guard",
+        type=bool | Literal["warn", "stop"],
+        default=False,
+        help="Whether to look for silent errors while the run trains: true or warn prints a line for each finding, and "
+        "stop also ends the run.",
+    )
 
 
 def all_plugins(config: Namespace) -> list[Any]:
@@ -175,6 +183,8 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         config.predictions,
         config.stop,
     ]
+    if config.guard is not False:
+        defaults.append(Guard("stop" if config.guard == "stop" else "warn"))
     if config.trainer.logger is not False and not config.trainer.fast_dev_run:
         defaults.append(LearningRateMonitor())
     if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):

@@ -244,6 +244,14 @@ class HybridPipelineStrategy(PipelineStrategy):
     def differences(self, batch_size: int | None) -> list[str]:
         return differences(self._divided.placed, batch_size)
 
+    @override
+    def holders_of(self, tensor: Tensor) -> tuple[int, ...] | None:
+        return self._connected.places.place_of(tensor)
+
+    @override
+    def local_code(self) -> AbstractContextManager[None]:
+        return self._connected.places.local()
+
     @property
     @override
     def predicted_peaks(self) -> "Sequence[PeakMemory]":

@@ -602,6 +602,16 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def steps_in_lockstep(self) -> bool:
         return self.options.aggregates
 
+    @property
+    @override
+    def replicas_agree(self) -> bool:
+        return self.options.aggregates and self.options.mode != "local"
+
+    @override
+    def settle_weights(self) -> None:
+        if self.replicas_agree and self._stepper is not None:
+            self._take_values(refresh=False)
+
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         """Return the start panel's rows about the mode, the servers and the shares.

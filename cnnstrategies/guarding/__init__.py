@@ -1,0 +1,6 @@
+"""Checks of a training while it runs: each check looks at recorded values, and returns findings.
+
+The package needs only torch. ``digests`` computes checksums of tensors; ``agreement`` compares the ranks' checksums;
+``records`` holds what the steps since the last check have computed; ``series`` looks at losses and gradient norms,
+``movement`` at weights, and ``modes`` at the modes of layers; ``findings`` has the text of a finding.
+"""
