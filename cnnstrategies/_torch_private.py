@@ -131,14 +131,20 @@ def add_all(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norms of tensors (tensors) in float32, with few operations, as ``clip_grad_norm_`` computes them.
+    """Return the 2-norms of tensors (tensors), with few operations, as ``clip_grad_norm_`` computes them.
 
-    The public function returns the norm of all tensors together only.
+    The public function returns the norm of all tensors together only. The norms of 16-bit tensors are computed in
+    float32.
     """
-    with torch.no_grad():
-        return torch.stack(
-            [norm.to(tensors[0].device) for norm in torch._foreach_norm(list(tensors), 2, dtype=torch.float32)]
-        )
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    norms: list[Tensor] = [tensors[0]] * len(tensors)
+    for is_short in (True, False):
+        indices = [index for index, tensor in enumerate(tensors) if (tensor.itemsize < 4) is is_short]
+        parts = [tensors[index].detach() for index in indices]
+        computed = torch._foreach_norm(parts, 2, dtype=torch.float32 if is_short else None) if parts else ()
+        for index, norm in zip(indices, computed, strict=True):
+            norms[index] = norm.to(tensors[0].device, wide)
+    return torch.stack(norms)
 
 
 def put_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:

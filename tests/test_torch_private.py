@@ -3,6 +3,7 @@
 import os
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -124,6 +125,6 @@ def test_a_function_mode_is_on_again_below_modes_that_a_generator_has_entered():
     assert len(seen) == before
 
 
-def test_norms_of_tensors_in_float32() -> None:
-    norms = norms_of([torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.tensor(-2.0, dtype=torch.float64)])
-    assert norms.dtype is torch.float32 and norms.tolist() == [5.0, 2.0]
+def test_norms_of_tensors_of_several_dtypes() -> None:
+    tensors = [torch.tensor(-2.0), torch.full((3, 2), 2.0**12, dtype=torch.float16), torch.tensor([3.0, 4.0]).double()]
+    assert norms_of(tensors).tolist() == [2.0, pytest.approx(2.0**12 * 6**0.5), 5.0]
