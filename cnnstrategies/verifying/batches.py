@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -161,6 +162,37 @@ def same_batches(folders: Sequence[Path]) -> tuple[int, int] | None:
             return ranks[digests], int(folder.name)
         ranks[digests] = int(folder.name)
     return None
+
+
+def repeated_batches(folder: Path, ends: Sequence[int], shuffles: bool) -> tuple[int, int] | None:
+    """Return the numbers of two equal batches of a rank, which a loader of different samples does not load.
+
+    Such batches are equal batches of one epoch, and the first batches of two epochs if all batches that both epochs
+    have in common are equal, and at least two. Batches of equal samples do not count.
+
+    Args:
+        folder: Folder of the rank's batches.
+        ends: For each epoch, the number of batches that the rank has loaded from the start of the run to its end.
+        shuffles: Whether each epoch should have an order of its own.
+    """
+    digests = [_digest(folder / f"{number}.pt") for number in range(len([*folder.glob("*.pt")]))]
+    bounds = [min(bound, len(digests)) for bound in (0, *ends)]  # A rank may have no batches of its own.
+    for start, end in itertools.pairwise([*bounds, len(digests)]):
+        numbers: dict[bytes, int] = {}
+        for number in range(start, end):
+            first = numbers.setdefault(digests[number], number)
+            if first != number and len(_rows(folder / f"{number}.pt")) > 1:
+                return first, number
+        common = min(end - start, [*bounds, 0][1])
+        if shuffles and start and common > 1 and digests[:common] == digests[start : start + common]:
+            return 0, start
+    return None
+
+
+def _rows(file: Path) -> set[bytes]:
+    """Return the different samples of a saved batch, as bytes of the rows of its first tensor."""
+    tensor = next(tensors_in(torch.load(file, weights_only=False)), torch.empty(0))
+    return {sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for sample in tensor}
 
 
 def _digest(file: Path) -> bytes:

@@ -37,7 +37,7 @@ def verdict_of(train: Train, precision: Precision) -> Verdict:
             notes.append(f"compared in float32, which is less precise, because the run in float64 failed: {reason}")
         noisy = [] if precision == "64-true" else train_with_noise(train, Path(folder, precision), tested)
         reference_notes, tested_notes = reference.notes, tested.notes
-        rows = _rows(reference, tested, noisy, END)
+        rows = [*_rows(reference, tested, noisy, END), *_other_ranks(reference, tested, noisy)]
         notes += reference_notes["turned off"]
         if not all(row.equal for row in rows):
             notes += _explanation(train, Path(folder, "every step"), noisy, reference_notes, tested_notes, precision)
@@ -68,6 +68,17 @@ def _rows(reference: RunRole, tested: RunRole, noisy: Sequence[RunRole], file: s
     return compared(files[0], files[1], files[2:], reference.notes["parameters"], reference.precision)
 
 
+def _other_ranks(reference: RunRole, tested: RunRole, noisy: Sequence[RunRole]) -> list[ComparedRow]:
+    """Return a row if weights or buffers of a rank differ at the end; the checkpoint has only those of rank 0."""
+    (expected,), others = reference.states(), [role.states()[0] for role in noisy]
+    tolerance = tolerance_of(reference.precision, expected, others)
+    for rank, state in enumerate(tested.states()[1:], 1):
+        row = row_of(f"rank {rank}", list(differences(expected, state, tolerance)))
+        if not row.equal:
+            return [row]
+    return []
+
+
 def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> ComparedRow:
     """Return the verdict's row with the number of steps and the number of samples.
 
@@ -95,7 +106,7 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
 
 
 def _repetition(run: RunRole, whole: int | None, processes: int) -> str:
-    """Return a text for the user if several processes load the same samples; otherwise an empty text.
+    """Return a text for the user if samples are loaded several times in an epoch; otherwise an empty text.
 
     One device trains on the ranks' batches, so without this test a run whose processes all load the same samples would
     be equal to one device.
@@ -106,6 +117,8 @@ def _repetition(run: RunRole, whole: int | None, processes: int) -> str:
         processes: Number of processes that load samples.
     """
     remedy = "leave trainer.use_distributed_sampler on, or give the loader a sampler for each process"
+    if repetition := run.repetition():
+        return f"; {repetition}"
     if ranks := same_batches([file.parent for file in run.folder.glob("*/0.pt")]):
         return f"; processes {ranks[0]} and {ranks[1]} load the same batches: {remedy}"
     loaded = run.loaded_in_an_epoch()

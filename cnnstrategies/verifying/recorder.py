@@ -5,28 +5,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import own_values
 from cnnstrategies.callbacks.start_panel import differences
-from cnnstrategies.data.division import has_map, samplers_of
-from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
-from cnnstrategies.divided_batches import DividedBatches
-from cnnstrategies.models.samples import count_samples, samples_of
+from cnnstrategies.models.samples import samples_of
 from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.verifying.batches import (
     BatchKeeper,
@@ -34,16 +26,17 @@ from cnnstrategies.verifying.batches import (
     Precision,
     ValidationBatches,
     rank_folders,
+    repeated_batches,
     samples,
 )
-from cnnstrategies.verifying.tracer import Trace, Tracer
+from cnnstrategies.verifying.loaders import drawn_samples, epoch_samples, repeats_by_design, shuffles, whole_epoch
+from cnnstrategies.verifying.tracer import Trace, Tracer, sketch_of
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
 DROPS = ("p", "drop_prob", "dropout")  # Attributes of dropout layers that may hold the dropout probability.
 # Attributes that may hold the dropout probability in modules that call a function instead of a dropout layer.
 RATES = ("drop_rate", "dropout_rate", "dropout_p")
 END, NOTES, LOADED, VALIDATED = "end.ckpt", "notes.json", "loaded.json", "validated"
-MOST_COUNTED = 1 << 16  # Largest number of batches of a stream that are counted.
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,25 @@ class RunRole:
             counts = [samples(file.parent, ends[0])[0] for file in self.folder.glob("*/0.pt")]
         return None if None in counts else sum(counts)
 
+    def repetition(self) -> str:
+        """Return which batches a rank has loaded twice, as a text; empty if there are none, or if it is by design."""
+        for file in sorted(self.folder.glob(f"*/{LOADED}")):
+            record = json.loads(file.read_text())
+            if record["repeats"]:
+                continue
+            ends = self.notes["ends"]
+            if pair := repeated_batches(file.parent, ends, record["shuffles"]):
+                first, second = (number + 1 for number in pair)
+                if second - 1 in ends:
+                    return f"process {file.parent.name} loads epochs in the same order: call the sampler's set_epoch"
+                return f"process {file.parent.name} loads the same samples in batches {first} and {second} of the run"
+        return ""
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """Return sketches of the weights and buffers that the run's ranks had at its end, in the order of the ranks."""
+        files = sorted(self.folder.glob("state-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
+        return [torch.load(file) for file in files]
+
     def traces(self) -> list[Trace]:
         """Return the traces of the run's ranks, in their order."""
         files = sorted(self.folder.glob("trace-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
@@ -119,56 +131,6 @@ class RunRole:
         assert self.of is not None, "the run under the strategy loads its own batches"
         folders = sorted((self.of / VALIDATED).glob("*"), key=lambda folder: int(folder.name))
         return [ValidationBatches(folder) for folder in folders]
-
-
-def drawn_samples(loader: Any) -> dict[str, Any] | None:
-    """Return the samples that a loader's DistributedSampler gives to this rank in an epoch.
-
-    Returns:
-        The sampler's indices, the number of samples in the data set, and the number of samples that the sampler may
-        leave out because of its option ``drop_last``. None if the loader does not have a DistributedSampler, or if this
-        package's own samplers divide the data.
-    """
-    sampler = next((sampler for sampler in samplers_of(loader) if isinstance(sampler, DistributedSampler)), None)
-    if sampler is None or isinstance(sampler, (DealtBatches, DividedBatches, DistributedSamplerWrapper)):
-        return None
-    allowed = sampler.num_replicas - 1 if sampler.drop_last else 0
-    return {"indices": list(sampler), "size": len(sampler.dataset), "allowed": allowed}  # type: ignore[arg-type]
-
-
-def epoch_samples(loader: Any) -> int | None:
-    """Return the number of samples that a loader with indices loads in an epoch, before incomplete batches are dropped.
-
-    The result is None if the number is not known, or if this package's own samplers divide the data.
-    """
-    package_samplers = (DealtBatches, DividedBatches, OrderedBatches)
-    if not has_map(loader) or any(isinstance(sampler, package_samplers) for sampler in samplers_of(loader)):
-        return None
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return None
-    return sized_len(loader.sampler)
-
-
-def whole_epoch(make: Callable[[], Any], reads: bool) -> int | None:
-    """Return the number of samples that a user's training loader loads in an epoch in a run of one process.
-
-    Args:
-        make: Function that returns the loader.
-        reads: Whether to read a whole stream to count its samples.
-
-    Returns:
-        The number. None if it is not known, for example because the loader needs a process group.
-    """
-    try:
-        # Making and reading the loader must not change the random numbers of the run.
-        with isolate_rng(include_cuda=False):
-            loader = make()
-            count = epoch_samples(loader)
-            if count is None and reads and isinstance(getattr(loader, "dataset", None), IterableDataset):
-                count = sum(count_samples(batch) for batch in islice(iter(loader), MOST_COUNTED))
-    except Exception:
-        return None
-    return count
 
 
 class Recorder(Checkpoint):
@@ -220,7 +182,13 @@ class Recorder(Checkpoint):
             loader = trainer.train_dataloader
             folder.mkdir(parents=True)
             if has_batch and getattr(loader, "loads", True):
-                loaded = {"drawn": drawn_samples(loader), "count": epoch_samples(getattr(loader, "loader", loader))}
+                users = getattr(loader, "loader", loader)
+                loaded = {
+                    "drawn": drawn_samples(loader),
+                    "count": epoch_samples(users),
+                    "repeats": repeats_by_design(users),
+                    "shuffles": shuffles(users),
+                }
                 (folder / LOADED).write_text(json.dumps(loaded))
         else:
             self._notes["whole"] = whole_epoch(self._make, reads=bool(RunRole(self._role.of).notes["ends"]))
@@ -288,7 +256,11 @@ class Recorder(Checkpoint):
         trainer.save_checkpoint(self._role.folder / END)
         if self._tracer is not None:
             self._tracer.save(self._role.folder / f"trace-{trainer.global_rank}.pt")
-        changed = self._changed(pl_module)  # A strategy may need all ranks for this.
+        # A strategy may need all ranks for the next two values.
+        changed = self._changed(pl_module)
+        values = [*pl_module.named_parameters(), *pl_module.named_buffers()]
+        state = {name: sketch_of(value, by_sample=False) for name, value in values}
+        torch.save(state, self._role.folder / f"state-{trainer.global_rank}.pt")
         if not trainer.is_global_zero:
             return
         has_global_batches = facts_of(trainer.strategy).has_global_batches
@@ -305,7 +277,8 @@ class Recorder(Checkpoint):
 
     def _changed(self, module: LightningModule) -> int:
         """Return the number of parameter tensors that have changed since the start of training."""
-        return sum(not torch.equal(self._begun[name], value) for name, value in module.named_parameters())
+        values = {name: value for name, value in module.named_parameters() if name in self._begun}
+        return sum(not torch.equal(self._begun[name], value) for name, value in values.items())
 
 
 def _keeper(trainer: Trainer) -> BatchKeeper:

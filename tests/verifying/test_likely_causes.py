@@ -79,6 +79,26 @@ class Statistics(Plain):
             self.net[0].running_mean.add_(0.1)
 
 
+class Momentum(Plain):
+    """A module whose statistics end differently on rank 1 only, without an effect on its training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if is_rank_1():
+            self.net[0].momentum = 0.5
+
+
+class Late(Plain):
+    """A module with a parameter that is created in the first step, and that DDP does not reduce."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(self.first.bias.detach().new_ones(1))
+            self.optimizers().param_groups[0]["params"].append(self.late)  # type: ignore[union-attr]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(self.first(images) * self.late if hasattr(self, "late") else self.first(images))
+
+
 class ScaledGradients(Plain):
     def training_step(self, batch: Any, index: int) -> Tensor:
         scores = self(batch[0])
@@ -125,6 +145,13 @@ CASES: dict[str, tuple[LightningModule, str, str, str]] = {
         "first: weight of first.weight, step 3, rank 1: ",
         "the optimizer's step or gradient clipping on rank 1 only: gradients agree",
     ),
+    "buffer of rank 1": (
+        Momentum(nn.BatchNorm2d(4)),
+        "spatial",
+        "first: buffer of net.0.running_mean, step 2, rank 1: ",
+        "a buffer that differs between processes: net.0.running_mean",
+    ),
+    "late": (Late(), "ddp", "first: weight of late, step 2, rank 0: ", "a gradient that is not combined"),
     "buffer": (
         Statistics(nn.BatchNorm2d(4)),
         "parameter_server",

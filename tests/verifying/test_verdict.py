@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 from torchvision.ops import StochasticDepth
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.joined_batches import joined
-from cnnstrategies.verifying.batches import GlobalBatches, Precision, same_batches, samples
+from cnnstrategies.verifying.batches import GlobalBatches, Precision, repeated_batches, same_batches, samples
+from cnnstrategies.verifying.loaders import repeats_by_design, shuffles
 from cnnstrategies.verifying.recorder import settle
 from cnnstrategies.verifying.verdict import differences, row_of, tolerance_of
 
@@ -151,3 +153,38 @@ def test_random_layers_are_turned_off_and_reported() -> None:
     assert network[2].p == network[3].dropout == network[4].p == network[0].drop_rate == 0.0
     assert len(notes) == 2
     assert settle(nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("batches", "ends", "pair"),
+    [
+        ([0, 1, 1, 2], [4], (1, 2)),  # A batch is repeated within an epoch.
+        ([0, 1, 2, 0, 1], [3], (0, 3)),  # The second epoch begins as the first one.
+        ([0, 1, 2, 0, 2], [3], None),
+        ([0, 1, 2, 0], [3], None),  # One equal batch may be chance.
+        ([9, 9, 9, 1], [4], None),  # Batches of equal samples.
+    ],
+)
+def test_batches_that_a_rank_loads_again_are_found(
+    batches: list[int], ends: list[int], pair: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    for number, value in enumerate(batches):
+        samples_of_batch = torch.full((2, 3), float(value))
+        torch.save([samples_of_batch + torch.arange(2)[:, None] * (value != 9)], tmp_path / f"{number}.pt")
+    assert repeated_batches(tmp_path, ends, shuffles=True) == pair
+    if pair == (0, 3):
+        assert repeated_batches(tmp_path, ends, shuffles=False) is None
+
+
+def test_only_known_samplers_promise_different_samples() -> None:
+    data = TensorDataset(torch.arange(6))
+    for loader, repeats, has_orders in (
+        (DataLoader(data, 2), False, False),
+        (DataLoader(data, 2, shuffle=True), False, True),
+        (DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0)), False, True),
+        (DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, shuffle=False)), False, False),
+        (DataLoader(data, 2, sampler=RandomSampler(data, replacement=True)), True, True),
+        (DataLoader(data, 2, sampler=[0, 0, 1]), True, False),
+        ([torch.arange(2)], True, False),
+    ):
+        assert (repeats_by_design(loader), shuffles(loader)) == (repeats, has_orders)

@@ -1,0 +1,86 @@
+"""Facts about a user's training loader: how many samples it loads in an epoch, and whether it may repeat samples."""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from cnnstrategies.data.division import has_map, samplers_of
+from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
+from cnnstrategies.divided_batches import DividedBatches
+from cnnstrategies.models.samples import count_samples
+
+MOST_COUNTED = 1 << 16  # Largest number of batches of a stream that are counted.
+
+
+def drawn_samples(loader: Any) -> dict[str, Any] | None:
+    """Return the samples that a loader's DistributedSampler gives to this rank in an epoch.
+
+    Returns:
+        The sampler's indices, the number of samples in the data set, and the number of samples that the sampler may
+        leave out because of its option ``drop_last``. None if the loader does not have a DistributedSampler, or if this
+        package's own samplers divide the data.
+    """
+    sampler = next((sampler for sampler in samplers_of(loader) if isinstance(sampler, DistributedSampler)), None)
+    if sampler is None or isinstance(sampler, (DealtBatches, DividedBatches, DistributedSamplerWrapper)):
+        return None
+    allowed = sampler.num_replicas - 1 if sampler.drop_last else 0
+    return {"indices": list(sampler), "size": len(sampler.dataset), "allowed": allowed}  # type: ignore[arg-type]
+
+
+def epoch_samples(loader: Any) -> int | None:
+    """Return the number of samples that a loader with indices loads in an epoch, before incomplete batches are dropped.
+
+    The result is None if the number is not known, or if this package's own samplers divide the data.
+    """
+    package_samplers = (DealtBatches, DividedBatches, OrderedBatches)
+    if not has_map(loader) or any(isinstance(sampler, package_samplers) for sampler in samplers_of(loader)):
+        return None
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return None
+    return sized_len(loader.sampler)
+
+
+def repeats_by_design(loader: Any) -> bool:
+    """Return whether a loader may load a sample several times in an epoch. It may if its sampler is of unknown kind."""
+    if not has_map(loader):
+        return True
+    samplers = [sampler for sampler in samplers_of(loader) if type(sampler) is not BatchSampler]
+    once = (SequentialSampler, RandomSampler, DistributedSampler)
+    return any(
+        not isinstance(sampler, once) or isinstance(sampler, DividedBatches) or getattr(sampler, "replacement", False)
+        for sampler in samplers
+    )
+
+
+def shuffles(loader: Any) -> bool:
+    """Return whether each epoch of a loader should have an order of its own."""
+    return any(
+        isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) for sampler in samplers_of(loader)
+    )
+
+
+def whole_epoch(make: Callable[[], Any], reads: bool) -> int | None:
+    """Return the number of samples that a user's training loader loads in an epoch in a run of one process.
+
+    Args:
+        make: Function that returns the loader.
+        reads: Whether to read a whole stream to count its samples.
+
+    Returns:
+        The number. None if it is not known, for example because the loader needs a process group.
+    """
+    try:
+        # Making and reading the loader must not change the random numbers of the run.
+        with isolate_rng(include_cuda=False):
+            loader = make()
+            count = epoch_samples(loader)
+            if count is None and reads and isinstance(getattr(loader, "dataset", None), IterableDataset):
+                count = sum(count_samples(batch) for batch in islice(iter(loader), MOST_COUNTED))
+    except Exception:
+        return None
+    return count
