@@ -48,7 +48,7 @@ def verdict_of(train: Train, precision: Precision) -> Verdict:
 def _pointed(train: Train, folder: Path, reference: RunRole, tested: RunRole) -> list[str]:
     """Return lines for the user: the first value that differs by the runs' traces, and its likely cause.
 
-    The list is empty if the traces show no difference.
+    If the traces show no difference, the list has the first value that is NaN or infinite in both runs, or is empty.
     """
     comparison = TraceComparison(
         reference.traces()[0],
@@ -59,7 +59,7 @@ def _pointed(train: Train, folder: Path, reference: RunRole, tested: RunRole) ->
     )
     difference = comparison.first()
     if difference is None:
-        return []
+        return [text] if (text := comparison.first_undefined()) else []
     return [str(difference), f"likely cause: {likely_cause(difference, comparison)}"]
 
 

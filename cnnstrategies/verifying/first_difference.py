@@ -101,6 +101,16 @@ class TraceComparison:
                     return difference
         return None
 
+    def first_undefined(self) -> str:
+        """Return where the run on one device has computed its first NaN or infinity, as a text; empty if nowhere."""
+        for value in self.reference.values:
+            if not value.sketch.isfinite().all():
+                losses = self._values.get((value.step, "loss", ""), [])
+                is_loss = value.kind == "gradient" and any(not loss.sketch.isfinite().all() for loss in losses)
+                place = "the loss" if is_loss or not value.name else f"{value.kind} of {value.name}"
+                return f"first NaN or infinity, also on one device: {place}, step {value.step + 1}"
+        return ""
+
     def loss_differs(self, step: int) -> bool:
         """Whether the mean of the ranks' losses, weighted by their samples, differs from the loss of one device.
 

@@ -146,3 +146,19 @@ def test_forwards_that_are_repeated_are_compared_once_and_calls_by_their_number(
 
     assert compared(run(None), [run(None)]).first() is None
     assert compared(run(None), [run(1)]).first().kind == "output"
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ([("output", "a", [OUTPUT]), ("output", "b", [OUTPUT.log()])], "output of b"),
+        ([("gradient", "b", [OUTPUT.log()]), ("loss", "", [torch.tensor(torch.nan)])], "the loss"),
+        ([("gradient", "b", [OUTPUT.log()]), ("loss", "", [torch.tensor(1.0)])], "gradient of b"),
+        ([("final gradient", "c", [torch.tensor(torch.inf)])], "final gradient of c"),
+    ],
+)
+def test_the_first_undefined_value_of_one_device_is_named(values: Any, place: str) -> None:
+    both = trace(*values)
+    assert compared(both, [both]).first_undefined() == f"first NaN or infinity, also on one device: {place}, step 1"
+    both = trace(("output", "a", [OUTPUT]))
+    assert compared(both, [both]).first_undefined() == ""
