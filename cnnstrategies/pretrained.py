@@ -1,6 +1,8 @@
 """Pretrained networks of torchvision with a new head, and the preprocessing that pretrained weights expect."""
 
 import difflib
+import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -8,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import get_model, get_model_weights, list_models
+from torch.overrides import TorchFunctionMode
+from torchvision.models import get_model, get_model_builder, get_model_weights, list_models
 
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.errors import ConfigurationError
@@ -128,12 +131,16 @@ def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[n
             f"no network {name!r} in torchvision; for networks of timm use timm.create_model with pretrained: true"
             + (f"; did you mean {close[0]!r}?" if close else "")
         )
+    wanted = without_values(name, num_classes)
     if weights.endswith(FILES):
         state = _state_dict(Path(weights))
-        # The head is the last layer. Its weight has a row for each class, so the number of rows is the number of
-        # classes of the network in the file.
-        before = next((len(tensor) for tensor in reversed(list(state.values())) if tensor.ndim > 1), num_classes)
-        network = get_model(name, weights=None, num_classes=before)
+        shapes = {key: tensor.shape for key, tensor in wanted.state_dict().items()}
+        # The number of classes of the network in the file.
+        before = next(
+            (len(old) for key, old in state.items() if old.ndim and shapes.get(key, old.shape) != old.shape),
+            num_classes,
+        )
+        network = get_model(name, weights=None, num_classes=before, **_options(name, weights_backbone=None))
         try:
             network.load_state_dict(state)
         except RuntimeError as error:
@@ -148,30 +155,78 @@ def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[n
             raise ConfigurationError(
                 f"torchvision has no weights {weights!r} for {name}: set weights to DEFAULT for the best weights"
             ) from error
-        before = 1000
-    return network, [] if before == num_classes else new_heads(network, before, num_classes)
+    return network, new_heads(network, wanted, num_classes, name)
 
 
-def new_heads(network: nn.Module, before: int, num_classes: int) -> list[nn.Module]:
+class _WithoutValues(TorchFunctionMode):
+    """Mode in which layers get their parameters on the device ``meta``, which takes neither time nor memory.
+
+    Under ``torch.device("meta")`` the constructors of some networks fail, because they compute widths with tensors.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = {"device": "meta"} if function is torch.empty else {}
+        return function(*args, **{**(kwargs or {}), **device})
+
+
+def without_values(name: str, num_classes: int) -> nn.Module:
+    """Return a network of torchvision for a number of classes, whose layers have shapes but no values.
+
+    Raises:
+        ConfigurationError: The network does not classify images or pixels.
+    """
+    try:
+        with _WithoutValues(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # GoogLeNet warns that its random values will change.
+            options = _options(name, weights_backbone=None, aux_loss=True)
+            network: nn.Module = get_model(name, weights=None, num_classes=num_classes, **options)
+    except (TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigurationError(
+            f"{name} cannot be built for {num_classes} classes ({reason}): choose a network that classifies images"
+        ) from error
+    return network
+
+
+def _options(name: str, **options: Any) -> dict[str, Any]:
+    """Return the options that the function which builds a network accepts."""
+    parameters = inspect.signature(get_model_builder(name)).parameters
+    return {key: value for key, value in options.items() if key in parameters}
+
+
+def new_heads(network: nn.Module, wanted: nn.Module, num_classes: int, name: str) -> list[nn.Module]:
     """Replace a network's heads, including auxiliary heads, and return the new heads.
 
-    All linear layers and 1 x 1 convolutions with ``before`` outputs count as heads.
+    The heads are the layers whose shapes depend on the number of classes. Their widths do not identify them, because
+    other layers may have as many outputs as there are classes.
 
     Args:
         network: The network, which is changed in place.
-        before: Number of classes of the old heads.
+        wanted: The same network, built for the new number of classes.
         num_classes: Number of classes of the new heads.
+        name: Name of the network, for the error message.
+
+    Raises:
+        ConfigurationError: A layer depends on the number of classes, but its outputs are not the classes.
     """
+    shapes = {key: parameter.shape for key, parameter in wanted.named_parameters()}
+    changed = [key for key, parameter in network.named_parameters() if parameter.shape != shapes.get(key)]
     heads: list[nn.Module] = []
-    for parent in list(network.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child.out_features == before:
-                heads.append(nn.Linear(child.in_features, num_classes, child.bias is not None))
-            elif isinstance(child, nn.Conv2d) and child.out_channels == before and child.kernel_size == (1, 1):
-                heads.append(nn.Conv2d(child.in_channels, num_classes, 1, bias=child.bias is not None))
-            else:
-                continue
-            setattr(parent, name, heads[-1])
+    for path in dict.fromkeys(key.rpartition(".")[0] for key in changed):
+        old = network.get_submodule(path)
+        outputs = tuple(shapes.get(f"{path}.weight", ()))[:1]
+        head: nn.Module
+        if isinstance(old, nn.Linear) and outputs == (num_classes,):
+            head = nn.Linear(old.in_features, num_classes, old.bias is not None)
+        elif isinstance(old, nn.Conv2d) and old.kernel_size == (1, 1) and outputs == (num_classes,):
+            head = nn.Conv2d(old.in_channels, num_classes, 1, bias=old.bias is not None)
+        else:
+            raise ConfigurationError(
+                f"{name}: the outputs of {path} depend on the number of classes, but are not the classes: choose a "
+                "network that classifies images"
+            )
+        network.set_submodule(path, head)
+        heads.append(head)
     return heads
 
 

@@ -12,7 +12,7 @@ from torchvision.models import get_model, get_model_weights
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.commands.run.start_from import check_trained
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
-from cnnstrategies.pretrained import new_heads, pretrained, trained_with
+from cnnstrategies.pretrained import new_heads, pretrained, trained_with, without_values
 
 pytestmark = pytest.mark.light
 
@@ -88,6 +88,7 @@ MISTAKES = {
         "resnet18",
         7,
     ),
+    r"^raft_small cannot be built for 7 classes \(.*\): choose a network that classifies images": ("raft_small", 7),
 }
 
 
@@ -106,15 +107,85 @@ def test_a_mistake_is_refused(squeezenet, monkeypatch):
         pretrained("squeezenet1_1", 1000, frozen=True)
 
 
-@pytest.mark.parametrize(("name", "heads"), [("inception_v3", 2), ("densenet121", 1), ("vgg11", 1)])
-@pytest.mark.filterwarnings("ignore:The default weight initialization")
-def test_only_the_heads_are_replaced(name, heads):
-    with torch.device("meta"):
-        network = get_model(name, weights=None)
-        before = {name: tuple(p.shape) for name, p in network.named_parameters()}
-        assert len(new_heads(network, 1000, 7)) == heads
-    changed = {name for name, p in network.named_parameters() if tuple(p.shape) != before[name]}
-    assert len(changed) == 2 * heads
+# By name of a network of torchvision: its heads.
+HEADS = {
+    "alexnet": "classifier.6",
+    "convnext_tiny": "classifier.2",
+    "densenet121": "classifier",
+    "efficientnet_b0": "classifier.1",
+    "efficientnet_v2_s": "classifier.1",
+    "fcn_resnet50": "classifier.4 aux_classifier.4",
+    "googlenet": "aux1.fc2 aux2.fc2 fc",
+    "inception_v3": "AuxLogits.fc fc",
+    "lraspp_mobilenet_v3_large": "classifier.low_classifier classifier.high_classifier",
+    "maxvit_t": "classifier.5",
+    "mnasnet1_0": "classifier.1",
+    "mobilenet_v2": "classifier.1",
+    "mobilenet_v3_small": "classifier.3",
+    "regnet_y_400mf": "fc",
+    "resnet50": "fc",
+    "resnext50_32x4d": "fc",
+    "shufflenet_v2_x0_5": "fc",
+    "squeezenet1_1": "classifier.1",
+    "swin_v2_t": "head",
+    "vgg16_bn": "classifier.6",
+    "vit_b_16": "heads.head",
+    "wide_resnet50_2": "fc",
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_only_the_heads_are_replaced(name):
+    network = without_values(name, 256)  # Many of these networks have other layers with 256 outputs.
+    before = {key: tuple(parameter.shape) for key, parameter in network.named_parameters()}
+    heads = new_heads(network, without_values(name, 7), 7, name)
+    assert len(heads) == len(HEADS[name].split())
+    now = {key: tuple(parameter.shape) for key, parameter in network.named_parameters()}
+    changed = {key for key in before if before[key] != now[key]}
+    assert now.keys() == before.keys()
+    assert {key.rpartition(".")[0] for key in changed} == set(HEADS[name].split())
+    assert all(now[key] == (7, *before[key][1:]) for key in changed)
+
+
+def test_layers_as_wide_as_there_are_classes_keep_their_weights():
+    """A network for 64, 128 or 256 classes has other layers with as many outputs."""
+    torch.manual_seed(0)
+    for name, head in (("squeezenet1_1", "classifier.1"), ("shufflenet_v2_x0_5", "fc")):
+        for classes in (48, 64, 128, 256):
+            state = get_model(name, num_classes=classes).state_dict()
+            torch.save(state, "own.pth")
+            network = pretrained(name, 5, "own.pth", frozen=True)
+            assert new_and_kept(network, state)[0] == {f"{head}.weight", f"{head}.bias"}
+            assert {key.rpartition(".")[0] for key, p in network.named_parameters() if p.requires_grad} == {head}
+            assert network.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
+
+
+class Own(nn.Module):
+    """A network whose head is not the last of its layers, and not the only layer with its width."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, classes, bias=False)
+        self.pixels = nn.Conv2d(64, classes, 1)
+        self.features = nn.ModuleList([nn.Conv2d(3, 64, 1), nn.Linear(64, 64), nn.Linear(64, 128)])
+
+
+def test_heads_of_an_own_network():
+    for classes in (64, 128):
+        network = Own(classes)
+        before = [*network.features]
+        assert new_heads(network, Own(7), 7, "Own") == [network.head, network.pixels]
+        assert [*network.features] == before
+        assert (network.head.weight.shape, network.head.bias) == ((7, 64), None)
+    assert new_heads(network, Own(7), 7, "Own") == []
+
+
+def test_a_network_whose_outputs_are_not_the_classes_is_refused():
+    detects, wanted = (without_values("ssd300_vgg16", classes) for classes in (91, 7))
+    with pytest.raises(
+        ConfigurationError, match=r"^ssd: the outputs of head\S*\.0 depend on the number of classes, but"
+    ):
+        new_heads(detects, wanted, 7, "ssd")
 
 
 def test_random_weights_are_not_evaluated(caplog):
