@@ -57,6 +57,20 @@ def compile_again_for_other_hooks() -> None:
 
 # Returns a function that runs without `torch.compile`, and imports the compiler not before its first call.
 not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Return a context in which new tensors have a shape, a dtype and a device, but no values and no memory.
+
+    Operations with them are subject to autocast, unlike operations with tensors on the meta device.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # The import takes a tenth of a second.
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
 # The operation that `Tensor.item`, `float(tensor)` and `if tensor` call. It makes the CPU wait for the device.
 READ = torch.ops.aten._local_scalar_dense.default
 

@@ -34,6 +34,8 @@ class NodeCost:
             sends to each other replica of the stage in a step, whatever the number of microbatches.
         workspace_bytes: Those of ``forward_bytes`` and ``backward_bytes`` that do not depend on the batch, except the
             gradients of parameters. An example is a copy of a convolution's weights in another order.
+        copied_bytes: Those of ``saved_bytes`` that do not depend on the batch: copies of parameters in the precision of
+            autocast.
     """
 
     name: str
@@ -47,6 +49,7 @@ class NodeCost:
     backward_bytes: int = 0
     statistics_bytes: int = 0
     workspace_bytes: int = 0
+    copied_bytes: int = 0
 
     @property
     def trained_bytes(self) -> int:
@@ -56,13 +59,15 @@ class NodeCost:
     def scaled(self, factor: float) -> "NodeCost":
         """Return the node with the bytes of a batch that is larger by a factor.
 
-        Workspaces, and in the backward the gradients of parameters, do not depend on the batch.
+        Workspaces and copies of parameters, and in the backward the gradients of parameters, do not depend on the
+        batch. A copy of a parameter has a gradient, too.
         """
-        fixed = min(self.workspace_bytes, self.forward_bytes)
-        fixed_in_backward = min(self.trained_bytes + self.workspace_bytes, self.backward_bytes)
+        copied = min(self.copied_bytes, self.saved_bytes)
+        fixed = min(self.workspace_bytes + copied, self.forward_bytes)
+        fixed_in_backward = min(self.trained_bytes + self.workspace_bytes + copied, self.backward_bytes)
         return replace(
             self,
-            saved_bytes=round(self.saved_bytes * factor),
+            saved_bytes=copied + round((self.saved_bytes - copied) * factor),
             forward_bytes=fixed + round((self.forward_bytes - fixed) * factor),
             backward_bytes=fixed_in_backward + round((self.backward_bytes - fixed_in_backward) * factor),
         )
@@ -156,6 +161,8 @@ class GraphCosts:
             is the mean, for example 2.5.
         input_bytes: Bytes of the network's inputs.
         output_bytes: Bytes of the network's result; 0 if not known.
+        loss_bytes: Bytes of the network's result in float32, in which autocast computes losses; 0 if this is not more
+            than `output_bytes`, and without autocast.
         framework_bytes: Bytes that libraries have taken from the device's allocator for themselves.
     """
 
@@ -166,6 +173,7 @@ class GraphCosts:
     input_bytes: int
     output_bytes: int = 0
     framework_bytes: int = 0
+    loss_bytes: int = 0
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
@@ -182,6 +190,11 @@ class GraphCosts:
         Element i belongs to node i. The tuple has one more element at its end, with the value 0.
         """
         return self._crossing([value.gradient_bytes for value in self.values])
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the network's result in the precision of the loss."""
+        return max(self.output_bytes, self.loss_bytes)
 
     @cached_property
     def time(self) -> float:
@@ -293,7 +306,8 @@ def _scaled(profile: Profile, samples: float) -> GraphCosts:
         for value in costs.values
     )
     sizes = round(costs.input_bytes * factor), round(costs.output_bytes * factor)
-    return GraphCosts(nodes, values, costs.cut_positions, samples, *sizes, costs.framework_bytes)
+    loss = round(costs.loss_bytes * factor)
+    return GraphCosts(nodes, values, costs.cut_positions, samples, *sizes, costs.framework_bytes, loss)
 
 
 def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Profile:

@@ -58,7 +58,8 @@ def profile(
     Args:
         traced: The traced network.
         microbatch: Input (n, C, H, W) on the network's device; several inputs if the network takes several.
-        repeats: Largest number of measurements of a short node after the first; 0 if the times do not matter.
+        repeats: Largest number of measurements of a short node after the first; 0 if the tensors have no values, and
+            times do not matter.
         apart_on: Device to which each node is moved if the whole network does not fit into the device's memory; None
             if the network fits.
 
@@ -86,6 +87,7 @@ def profile(
             *walk.work_bytes[node],
             _statistics_bytes(traced, node),
             walk.workspace_bytes[node],
+            walk.copied_bytes[node],
         )
         for node in order
     )
@@ -103,9 +105,13 @@ def profile(
             size, gradient = walk.sizes[node]
             values.append(Value(position[node], consumers, size, gradient))
     (end_node,) = (node for node in traced.graph.nodes if node.op == "output")
-    output_bytes = sum(walk.sizes[node][0] for node in end_node.all_input_nodes if node in walk.sizes)
+    results = [node for node in end_node.all_input_nodes if node in walk.sizes]
+    output_bytes = sum(walk.sizes[node][0] for node in results)
+    loss_bytes = sum(walk.float_bytes[node] for node in results)
     size, cuts = len(tree_leaves(microbatch)[0]), tuple(cut_positions(traced))
-    return GraphCosts(nodes, tuple(values), cuts, size, input_bytes, output_bytes, framework_bytes)
+    if loss_bytes == output_bytes or place.type == "meta" or not torch.is_autocast_enabled(place.type):
+        loss_bytes = 0
+    return GraphCosts(nodes, tuple(values), cuts, size, input_bytes, output_bytes, framework_bytes, loss_bytes)
 
 
 class _Walk:
@@ -115,8 +121,10 @@ class _Walk:
         times: Seconds of each node.
         saved_bytes: Bytes of the tensors that each node makes and that autograd saves for this node or a later node.
         sizes: For each node, the bytes of all its outputs, and the bytes of the outputs that require a gradient.
+        float_bytes: For each node, the bytes of all its outputs, of which those in 16 bits are converted to float32.
         work_bytes: For each node, `forward_bytes` and `backward_bytes`, see :class:`.NodeCost`.
         workspace_bytes: For each node, see :class:`.NodeCost`.
+        copied_bytes: For each node, see :class:`.NodeCost`.
     """
 
     def __init__(
@@ -144,8 +152,10 @@ class _Walk:
         self.times: dict[fx.Node, Times] = {}
         self.saved_bytes: dict[fx.Node, int] = dict.fromkeys(order, 0)
         self.sizes: dict[fx.Node, tuple[int, int]] = {}
+        self.float_bytes: dict[fx.Node, int] = dict.fromkeys(order, 0)
         self.work_bytes: dict[fx.Node, tuple[int, int]] = dict.fromkeys(order, (0, 0))
         self.workspace_bytes: dict[fx.Node, int] = dict.fromkeys(order, 0)
+        self.copied_bytes: dict[fx.Node, int] = dict.fromkeys(order, 0)
 
     def run(self) -> None:
         """Measure all nodes in order."""
@@ -184,14 +194,17 @@ class _Walk:
         with self._module_on(node), self._gradients_of([node]):
             inputs = {source: self._received(source, is_changed) for source in node.all_input_nodes}
             results: list[Any] = []  # The result of the first run, whose memory is recorded.
-            in_forward, in_backward = counted(self._device), counted(self._device)
+            # Only tensors with values take memory from the device's allocator.
+            place = self._device if self._repeats else CPU
+            in_forward, in_backward = counted(place), counted(place)
+            copies: set[int] = set()  # Addresses of saved tensors that are copies of parameters.
 
             def once() -> Times:
                 fresh = {source: self._again(inputs[source], source, is_changed) for source in inputs}
                 if results:
                     forward, result = timed(partial(self._call, node, fresh), self._device)
                     return forward, self._backward(_differentiable(result))
-                with _recording(saved), in_forward:
+                with _recording(saved, copies, list(self._parameters_of(node))), in_forward:
                     forward, result = timed(partial(self._call, node, fresh), self._device)
                 results.append(result)
                 with in_backward:
@@ -209,7 +222,10 @@ class _Walk:
         self.sizes[node] = (sum(tensor.nbytes for tensor in tensors), sum(root.nbytes for root in roots))
         for producer, size in self._storages.saved(node, saved, state, aliases):
             self.saved_bytes[producer] += size
+        self.copied_bytes[node] = sum(saved[address] for address in copies)
         workspace = self.workspace_bytes[node] = self._workspace(node)
+        floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+        self.float_bytes[node] = sum(tensor.numel() * max(4, tensor.element_size()) for tensor in floats)
         # The gradients of the results are those from which the backward starts.
         self.work_bytes[node] = (
             in_forward.most
@@ -230,7 +246,7 @@ class _Walk:
 
         On a CPU a convolution copies its weights into the order in which oneDNN needs them.
         """
-        if node.op != "call_module" or self._device.type not in ("cpu", "meta"):
+        if node.op != "call_module" or (self._repeats and self._device.type != "cpu"):
             return 0
         layers = self._traced.get_submodule(str(node.target)).modules()
         return max((layer.weight.nbytes for layer in layers if isinstance(layer, CONVOLUTIONS)), default=0)
@@ -441,15 +457,27 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any
 
 
 @contextmanager
-def _recording(saved: dict[int, int]) -> Iterator[None]:
+def _recording(saved: dict[int, int], copies: set[int], parameters: Sequence[Tensor]) -> Iterator[None]:
     """Record the storages that autograd saves while the context is active.
 
     Args:
         saved: Dictionary to which the sizes of the storages in bytes are added. Keys are the storages' addresses.
+        copies: Set to which the addresses of copies of parameters in another dtype, as autocast makes them, are added.
+        parameters: The parameters that the operations use.
     """
+
+    def sorted_shape(tensor: Tensor) -> tuple[int, ...]:
+        return tuple(sorted(tensor.shape))
+
+    # Batch norm saves values of the shape of its weights, which are not copies.
+    forms = {(sorted_shape(parameter), parameter.dtype) for parameter in parameters if parameter.dim() > 1}
+    shapes = {shape for shape, _ in forms}
 
     def pack(tensor: Tensor) -> Tensor:
         saved[_address(tensor)] = tensor.untyped_storage().nbytes()
+        shape = sorted_shape(tensor)  # A linear layer saves its weights transposed.
+        if shape in shapes and (shape, tensor.dtype) not in forms:
+            copies.add(_address(tensor))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -523,7 +551,7 @@ def _statistics_bytes(traced: fx.GraphModule, node: fx.Node) -> int:
 def _address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage, or of the object if the storage has no address."""
     storage = tensor.untyped_storage()
-    return storage.data_ptr() or id(storage)
+    return id(storage) if storage.device.type == "meta" else storage.data_ptr() or id(storage)
 
 
 def _synchronize(device: torch.device) -> None:

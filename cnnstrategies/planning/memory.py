@@ -217,10 +217,10 @@ def replica_peak(
         framework=costs.framework_bytes,
     )
     backward = part.backward if batches == 1 else part.adding
-    gradients, outputs = part.gradients if batches > 1 else 0, (LOSS_TENSORS + 1) * costs.output_bytes
+    gradients, outputs = part.gradients if batches > 1 else 0, (LOSS_TENSORS + 1) * costs.result_bytes
     return largest(
         (
-            _at(held, part.forward, part.gradients, outputs=LOSS_TENSORS * costs.output_bytes),
+            _at(held, part.forward, part.gradients, outputs=LOSS_TENSORS * costs.result_bytes),
             _at(held, backward, gradients, messages=shared, outputs=outputs),
             _update(replace(held, messages=held.messages + shared), part, state),
         )
@@ -254,8 +254,12 @@ def segments_peak(
         part = part_memory(costs, start, end)
         gradients = whole.gradients if batches > 1 else later
         moments = part.forward, part.backward if batches == 1 else part.adding
-        outputs = (LOSS_TENSORS + 1) * costs.output_bytes
+        outputs = (LOSS_TENSORS + 1) * costs.result_bytes
         peaks += [_at(held, moment, gradients, passing, outputs=outputs) for moment in moments]
+        if end == len(costs.nodes):
+            # At the end of the forward, the gradients of the last step exist, and autocast's copies of all parameters.
+            copied = sum(node.copied_bytes for node in costs.nodes[:start])
+            peaks.append(_at(held, part.forward, whole.gradients, passing + copied, outputs=outputs))
         later += part.gradients
     return largest(peaks)
 

@@ -14,13 +14,16 @@ from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.pipeline.tracing import seals, trace_open
 from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.lighter import LighterPlan, lighter_replicas
-from cnnstrategies.planning.measure import USUAL_STATES, states_of, update_of
+from cnnstrategies.planning.measure import AUTOCAST, USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_bytes import META, bytes_of
 from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, replica_peak, shared_slices
 from cnnstrategies.planning.recompute import recomputed_peak
 from cnnstrategies.strategies.hybrid_pipeline.example_inputs import given_inputs
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.protocol import facts_of
+
+# Precisions in which parameters, images and activations have the same dtype.
+WHOLE = "64-true", "32-true", "bf16-true", "16-true"
 
 
 class PredictedMemory(NamedTuple):
@@ -45,9 +48,9 @@ def predicted_memory(trainer: Trainer, samples: int | None) -> PredictedMemory:
     """Return the predicted peak memory of each rank in a training step, and plans that need less.
 
     Both are empty if the peaks are not known. A pipeline with automatic cuts knows them from the profile that has
-    chosen the cuts. Where each rank trains the whole network, the network is traced, and its operations run on the meta
-    device, which has no values. That needs inputs whose shapes are known, a network that can be traced, and full
-    precision, because autocast does not exist on the meta device.
+    chosen the cuts. Where each rank trains the whole network, the network is traced, and its operations run in the
+    precision of the training with tensors that have no values. That needs inputs whose shapes are known, and a network
+    that can be traced.
 
     Args:
         trainer: The trainer, which has begun to train.
@@ -56,7 +59,8 @@ def predicted_memory(trainer: Trainer, samples: int | None) -> PredictedMemory:
     facts, module = facts_of(trainer.strategy), trainer.lightning_module
     if facts.step_kind == "stages":
         return PredictedMemory(facts.predicted_peaks, facts.lighter_plans)
-    if samples is None or "mixed" in str(trainer.precision) or facts.shards_parameters:
+    precision = str(trainer.precision)
+    if samples is None or facts.shards_parameters or precision not in (*AUTOCAST, *WHOLE):
         return PredictedMemory()
     peak, *lighter = _replica_peaks(trainer, module, samples) or [LighterPlan("", [])]
     world = trainer.world_size
@@ -76,12 +80,14 @@ def _replica_peaks(trainer: Trainer, module: LightningModule, samples: int) -> l
         images = _inputs(module, network)
         if images is None:
             return []
+        images = trainer.precision_plugin.convert_input(images)
         forward = vars(network).get("forward")
         recomputed = forward if isinstance(forward, RecomputedForward) else None
         traced = (recomputed and recomputed.traced) or trace_open(network, True)
         if seals(traced):
             return []  # The code of these modules would run, and may have effects.
-        costs = bytes_of(traced, images, samples)
+        autocast = AUTOCAST.get(str(trainer.precision))
+        costs = bytes_of(traced, images, samples, autocast, trainer.strategy.root_device)
     # The network need not be one that can be traced. The trainer trains it as it is.
     except Exception:
         return []

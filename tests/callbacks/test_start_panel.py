@@ -1,26 +1,29 @@
 """The panel at a run's start. `strategies/test_equality.py` checks it under each strategy."""
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import panels
 import pytest
 import torch
 from conftest import quiet_trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from cnnstrategies import ImageClassifier
+from cnnstrategies import ImageClassifier, ImageSegmenter
 from cnnstrategies.callbacks import StartPanel, start_panel
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.sampling import ShuffledBatches
-from cnnstrategies.networks import SmallCNN
+from cnnstrategies.networks import SmallCNN, UNet
+from cnnstrategies.planning.held_bytes import HeldBytes
 from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.strategies import CompressedDDPStrategy
-from cnnstrategies.strategies.predicted_memory import PredictedMemory
+from cnnstrategies.strategies.predicted_memory import PredictedMemory, predicted_memory
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 
 WHOLE = sum(parameter.numel() for parameter in SmallCNN(10, widths=[32, 64]).parameters())
@@ -203,3 +206,28 @@ def test_a_line_says_that_the_real_peak_differs(monkeypatch):
         for _ in range(25):
             panel.on_train_batch_end(trainer, module, None, None, 0)
         assert lines == printed, (kind, real)
+
+
+class Counts(Callback):
+    """Predicts the peak of a step, and counts the bytes of the tensors that training makes."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.predicted, *_ = predicted_memory(trainer, 8).peaks
+        self.held = HeldBytes().__enter__()
+
+    def on_train_end(self, trainer, pl_module):
+        self.held.__exit__(None, None, None)
+        state = (*pl_module.parameters(), *pl_module.buffers())
+        self.counted = self.held.most + sum(tensor.nbytes for tensor in state)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_the_peak_is_predicted_in_each_precision(precision):
+    torch.manual_seed(0)
+    module = ImageSegmenter(UNet(4, widths=(8, 16, 32)), 4, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    module.example_input_array = torch.zeros(2, 3, 32, 32)
+    data = TensorDataset(torch.randn(24, 3, 32, 32), torch.zeros(24, 32, 32, dtype=torch.long))
+    counts = Counts()
+    quiet_trainer(precision=precision, max_epochs=1, callbacks=[counts]).fit(module, DataLoader(data, 8))
+    assert counts.predicted.total == pytest.approx(counts.counted, rel=0.1)
+    assert counts.predicted.activations > 0.4 * counts.predicted.total

@@ -1,6 +1,8 @@
 """Tests of predicted peak memory: parts that can be worked out by hand, and the bytes of real training steps."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +79,9 @@ def test_workspaces_and_gradients_of_parameters_do_not_depend_on_the_batch() -> 
     smaller = node.scaled(0.5)
     assert (smaller.forward_bytes, smaller.backward_bytes) == (900 + 2500, 400 + 900 + 500)
     assert (smaller.saved_bytes, smaller.workspace_bytes) == (2500, 900)
+    copied = replace(node, copied_bytes=200).scaled(0.5)
+    assert (copied.forward_bytes, copied.backward_bytes) == (900 + 200 + 2400, 400 + 900 + 200 + 400)
+    assert copied.saved_bytes == 200 + 2400
 
 
 @pytest.mark.light
@@ -128,10 +133,25 @@ class Branches(nn.Module):
 def test_bytes_do_not_depend_on_the_device_that_computes() -> None:
     """Tensors without values have the bytes of tensors with values."""
     traced, images = trace_open(Branches(), True), torch.randn(4, 3, 16, 16)
-    real, without_values = profile(traced, images), bytes_of(traced, images[:2], 4)
-    assert without_values.values == real.values
-    for node, other in zip(real.nodes, without_values.nodes, strict=True):
-        assert vars(node) | {"forward": 0, "backward": 0} == vars(other) | {"forward": 0, "backward": 0}
+
+    def compare(real: GraphCosts, without_values: GraphCosts, except_for: str = "") -> None:
+        assert without_values.values == real.values
+        for node, other in zip(real.nodes, without_values.nodes, strict=True):
+            assert node.name == except_for or vars(node) | {"forward": 0, "backward": 0} == vars(other) | {
+                "forward": 0,
+                "backward": 0,
+            }
+
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = profile(traced, images)
+    # Without values, torch's batch norm has its means and variances in bfloat16 as well.
+    compare(mixed, bytes_of(traced, images[:2], 4, torch.bfloat16, CPU), except_for="normal")
+    copied = {node.name: node.copied_bytes for node in mixed.nodes if node.copied_bytes}
+    assert copied == {"second": 16 * 16 * 9 * 2, "last": 16 * 10 * 2}, "the frozen layer's input needs no gradient"
+    assert (mixed.output_bytes, mixed.result_bytes) == (4 * 10 * 2, 4 * 10 * 4)
+    real = profile(traced, images)
+    compare(real, bytes_of(traced, images[:2], 4))
+    assert not any(node.copied_bytes for node in real.nodes)
     by_name = {node.name: node for node in real.nodes}
     assert by_name["first"].trained_bytes == 0
     assert by_name["normal"].buffer_bytes == 2 * 16 * 4 + 8
@@ -163,13 +183,13 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
         (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 900, 256)), 32, torch.optim.Adam),
     ],
 )
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(("batches", "autocast"), [(1, None), (2, None), (1, torch.bfloat16)])
 def test_predicted_peaks_are_those_of_real_steps(
-    network: nn.Module, size: int, make_optimizer: MakeOptimizer, batches: int
+    network: nn.Module, size: int, make_optimizer: MakeOptimizer, batches: int, autocast: torch.dtype | None
 ) -> None:
     images = torch.randn(8, 3, size, size)
     optimizer = make_optimizer([parameter for parameter in network.parameters() if parameter.requires_grad])
-    costs = bytes_of(trace_open(network, True), images, 8)
+    costs = bytes_of(trace_open(network, True), images, 8, autocast, CPU)
     predicted = replica_peak(costs, OptimizerMemory(states_of(optimizer), update_of(optimizer, CPU)), batches)
     state = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
     with torch.no_grad():
@@ -178,7 +198,8 @@ def test_predicted_peaks_are_those_of_real_steps(
     with HeldBytes() as held:
         for _ in range(2):
             for batch in range(batches):
-                loss = nn.functional.cross_entropy(network(images), targets)
+                with torch.autocast("cpu", autocast) if autocast else nullcontext():
+                    loss = nn.functional.cross_entropy(network(images), targets)
                 if not batch:
                     optimizer.zero_grad()
                 loss.backward()

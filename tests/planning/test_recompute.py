@@ -12,8 +12,9 @@ from planning.random_graphs import chain, random_costs
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, Profile, Value
+from cnnstrategies.planning.memory import NO_STATE
 from cnnstrategies.planning.rank import rank
-from cnnstrategies.planning.recompute import choose_segments, segments_of
+from cnnstrategies.planning.recompute import choose_segments, recomputed_peak, segments_of
 from cnnstrategies.planning.report import write_overlay
 
 pytestmark = pytest.mark.light
@@ -46,6 +47,13 @@ def test_a_value_that_skips_segments_counts_once_and_the_last_segment_runs_once(
     assert segments.again == pytest.approx(4.0)
     assert choose_segments(chain([3.0] * 9, sent=1, saved=100)).cuts == tuple(range(1, 9))
     assert choose_segments(chain([3.0] * 9, sent=1000, saved=100)).cuts == ()
+
+
+def test_copies_of_all_weights_exist_until_the_end_of_the_forward() -> None:
+    costs = chain([3.0] * 4, sent=10, parameters=[40] * 4, saved=100)
+    copied = replace(costs, nodes=tuple(replace(node, copied_bytes=20) for node in costs.nodes))
+    plain, mixed = (recomputed_peak(graph, NO_STATE, cuts=(1, 2, 3)) for graph in (costs, copied))
+    assert mixed.total - plain.total == 3 * 20
 
 
 def job(memory: int | None) -> Job:
