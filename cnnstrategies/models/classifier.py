@@ -51,6 +51,9 @@ class ImageClassifier(NetworkModule):
             batch.
         decay_norms_and_biases: Whether weight decay is also applied to the parameters of normalisations and to biases.
             All parameters with one dimension count as parameters of normalisations or biases.
+        layer_lr_decay: Factor in (0, 1] between the learning rates of a layer and of the next layer, for fine-tuning.
+            The last layer has the optimizer's rate. The layers are those of ``timm.optim.param_groups_layer_decay``,
+            which knows the networks of timm, and networks whose class has a method ``group_matcher``.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Whether to store images and weights in torch's ``channels_last`` memory format, which is faster
             on GPUs with tensor cores and on recent CPUs.
@@ -75,6 +78,7 @@ class ImageClassifier(NetworkModule):
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
         decay_norms_and_biases: bool = True,
+        layer_lr_decay: float = 1.0,
         aux_weight: float = 0.4,
         channels_last: bool = False,
         compile_backend: str | None = None,
@@ -83,6 +87,7 @@ class ImageClassifier(NetworkModule):
             *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases),
             *(channels_last, compile_backend),
             least=TASKS[task].least,
+            layer_lr_decay=layer_lr_decay,
         )
         if task != "classes" and (label_smoothing or mixup_alpha or cutmix_alpha):
             raise ConfigurationError(

@@ -9,9 +9,11 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, Reduce
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.layer_rates import check_layer_lr_decay, check_schedule, layer_groups
 from cnnstrategies.models.logits import main_logits
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.compiling import compile_parts
@@ -63,10 +65,12 @@ class NetworkModule(LightningModule):
         channels_last: bool,
         compile_backend: str | None,
         least: int = 2,
+        layer_lr_decay: float = 1.0,
     ) -> None:
         super().__init__()
         if num_classes < least:
             raise ConfigurationError(f"num_classes={num_classes}: use at least {least}")
+        check_layer_lr_decay(network, layer_lr_decay)
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
         # AdamW is not the default value in the signature, because jsonargparse would pass AdamW's weight decay to any
@@ -75,6 +79,7 @@ class NetworkModule(LightningModule):
         self.lr_scheduler_factory = lr_scheduler
         self.lr_interval = lr_interval
         self.decay_norms_and_biases = decay_norms_and_biases
+        self.layer_lr_decay = layer_lr_decay
         self.channels_last = channels_last
         self.compile_backend = compile_backend
 
@@ -204,6 +209,13 @@ class NetworkModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer for the trainable parameters, and the scheduler."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self.layer_lr_decay < 1:
+            options = (self.decay_norms_and_biases, self.layer_lr_decay)
+            layers, factors = layer_groups(self.network, trained, *options)
+            optimizer = self.optimizer_factory(layers)
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                group["lr"] = group["lr"] * factor
+            return self._scheduled(optimizer)
         undecayed = [] if self.decay_norms_and_biases else [parameter for parameter in trained if parameter.ndim < 2]
         if undecayed:
             decayed = [parameter for parameter in trained if parameter.ndim > 1]
@@ -213,9 +225,13 @@ class NetworkModule(LightningModule):
             # A user's function that builds the optimizer may not accept parameter groups, so it gets a list of
             # parameters.
             optimizer = self.optimizer_factory(trained)
+        return self._scheduled(optimizer)
+
+    def _scheduled(self, optimizer: Optimizer) -> OptimizerLRScheduler:
         if self.lr_scheduler_factory is None:
             return optimizer
         scheduler = self.lr_scheduler_factory(optimizer)
+        check_schedule(optimizer, scheduler, self.layer_lr_decay)
         if isinstance(scheduler, ReduceLROnPlateau):
             return {
                 "optimizer": optimizer,

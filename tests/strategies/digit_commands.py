@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import PlainCNN
 
 COMMON = [
     "--model.init_args.network=conftest.PlainCNN",
@@ -21,16 +22,19 @@ COMMON = [
 ]
 
 
-class EachLayer(torch.optim.SGD):
-    """A user's optimizer: each parameter has its own learning rate, and biases have no weight decay."""
+class GroupedCNN(PlainCNN):
+    """A network whose layers timm knows."""
 
-    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
-        parameters = list(params)
-        groups = [
-            {"params": [parameter], "lr": 0.1 * number / len(parameters), "weight_decay": 0.0005 * (parameter.ndim > 1)}
-            for number, parameter in enumerate(parameters, start=1)
-        ]
-        super().__init__(groups, momentum=0.9, nesterov=True)
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return the pattern of the layers' names."""
+        return {"layers": r"^(\d+)"}
+
+
+class OwnSGD(torch.optim.SGD):
+    """A user's optimizer, whose constructor takes the parameters only."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0005)
 
 
 def served(workers: int = 2, **options: Any) -> list[str]:

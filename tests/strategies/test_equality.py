@@ -8,9 +8,12 @@ from conftest import PlainCNN
 from digit_commands import COMMON, checkpoint
 from digit_runs import assert_same_run
 
-# Each parameter has its own learning rate, biases have no weight decay, and the learning rate warms up.
+# Each layer has its own learning rate, biases have no weight decay, and the learning rate warms up.
 RECIPE = [
-    "--model.init_args.optimizer=digit_commands.EachLayer",
+    "--model.init_args.network=digit_commands.GroupedCNN",
+    "--model.init_args.optimizer=digit_commands.OwnSGD",
+    "--model.init_args.layer_lr_decay=0.5",
+    "--model.init_args.decay_norms_and_biases=false",
     "--model.init_args.lr_interval=step",
     "--model.init_args.lr_scheduler=cnnstrategies.schedules.WarmupCosine",
     "--model.init_args.lr_scheduler.init_args.total=20",
@@ -31,7 +34,7 @@ def test_another_strategy_changes_neither_weights_nor_steps(run_cli, quick):
     single = runs["one device"]
     groups = single["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.0005, 0.0] * 3
-    assert groups[0]["initial_lr"] == 0.1 / 6
+    assert [group["initial_lr"] for group in groups] == [0.025, 0.025, 0.05, 0.05, 0.1, 0.1]
     assert single["global_step"] == 12
     for name, saved in runs.items():
         assert_same_run(saved, single)
