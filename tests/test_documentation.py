@@ -1,5 +1,6 @@
 """The documentation's check finds faults, and the charts show the numbers on the pages of the benchmarks."""
 
+import ast
 import re
 import runpy
 import sys
@@ -10,6 +11,8 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 from check_site import faults
+
+OWN_MESSAGES = ("Data", "Memory and waiting", "Pipelines", "Parameter servers")  # Sections with the package's messages.
 
 GOOD = '<title>A</title><p id="here">x</p><a href="#here">y</a><a href="sub/">z</a><img src="p.png">'
 
@@ -40,3 +43,28 @@ def test_the_front_pages_charts_have_the_measured_numbers() -> None:
         for name, value in measured:
             assert name in shown
             assert f"{value:.3g}" in shown
+
+
+def texts(node: ast.AST) -> str:
+    """Return the text of a string in a program, with a space for each value that is formatted into it."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else " " for part in node.values)
+    return str(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+@pytest.mark.light
+def test_the_package_has_the_messages_that_the_documentation_explains() -> None:
+    programs = (ast.parse(path.read_text()) for path in (ROOT / "cnnstrategies").rglob("*.py"))
+    messages = [text for program in programs for node in ast.walk(program) if (text := texts(node))]
+    sections = re.split(r"^## (.*)$", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
+    page = dict(zip(sections[1::2], sections[2::2], strict=True))
+    explained = [
+        quoted
+        for name in OWN_MESSAGES
+        for row in re.findall(r"^\| (`.*?) \|", page[name], re.MULTILINE)
+        for quoted in re.findall("`(.*?)`", row)
+    ]
+    assert len(explained) > 15
+    for quoted in explained:
+        pattern = ".*".join(re.escape(part.strip()) for part in quoted.split("…"))
+        assert any(re.search(pattern, message, re.DOTALL) for message in messages), quoted
