@@ -217,7 +217,7 @@ class Job:
 
 
 class Effect(IntEnum):
-    """Effect of a setting on the training result, compared with DDP on the same global batch.
+    """Effect of a setting on the training result, compared with DDP or one device on the same global batch.
 
     The effect is none, different rounding, or different learning.
     """

@@ -56,7 +56,8 @@ def _candidate(job: Job, costs: PartCosts) -> Candidate:
     return Candidate(
         family="spatial",
         options={"parts": parts},
-        effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
+        # A single group normalises the whole batch, as one device does.
+        effect=Effect.LEARNING if job.profile.batch_norm and replicas > 1 else Effect.ROUNDING,
         step=step,
         sent_bytes=round(sent + 2 * (replicas - 1) * parts * parameters),
         loads=tuple(

@@ -129,7 +129,8 @@ def test_a_step_computes_exchanges_rows_and_sums() -> None:
     assert row.step == pytest.approx(0.09 * 0.6 + 0.002 + exchanging + summing + gradients)
     assert row.sent_bytes == 8 * 400 + 2 * 4000 + 2 * 8000
     assert (str(row), row.effect) == ("spatial, parts=2", Effect.ROUNDING)
-    assert candidate(job(2, 8, batch_norm=True)).effect == Effect.LEARNING, "other devices normalise other batches"
+    assert candidate(job(2, 8, batch_norm=True)).effect == Effect.ROUNDING, "one group normalises the whole batch"
+    assert candidate(job(4, 8, batch_norm=True)).effect == Effect.LEARNING, "each group normalises its own batch"
     priced = Cluster.connected([Device()] * 2, replace(LINK, sum=0.01, exchange=0.004))
     waiting = candidate(replace(job(2, 8), cluster=priced))
     # Two sums of statistics and one of gradients, which take two messages of 1.2 ms without a price.

@@ -347,6 +347,9 @@ def test_the_table_adds_up_and_names_weak_and_strong_scaling():
         slow, runs=[slow.runs[0], MeasuredRun([replace(rank, samples=16) for rank in slow.largest.ranks], [100.0], [])]
     )
     assert "each of 2 devices has 16 samples (strong scaling)" in report.sentences(halves, [])[0]
+    single = [MeasuredRun([replace(rank, samples=1) for rank in run.ranks], [100.0], []) for run in slow.runs]
+    sentence, *_ = report.sentences(replace(slow, runs=single), [])
+    assert sentence == "Each device has 1 sample, so a step has 1 sample on 1 and 2 samples on 2 (weak scaling)."
 
 
 def divided(computing, rows, sums, loading=0.0):

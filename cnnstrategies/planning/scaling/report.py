@@ -162,15 +162,21 @@ def _batches(first: MeasuredRun, run: MeasuredRun) -> str:
         run: The run with the most devices.
     """
     here, there = first.samples / first.devices, run.samples / run.devices
-    smaller, larger, per_device = digits(first.samples, 4), digits(run.samples, 4), digits(there, 4)
+    smaller, larger, per_device = map(_samples, (first.samples, run.samples, there))
     if abs(here - there) < 0.05 * here:
         return (
-            f"Each device has {per_device} samples, so a step has {smaller} samples on {first.devices} and {larger} "
-            f"samples on {run.devices} (weak scaling)."
+            f"Each device has {per_device}, so a step has {smaller} on {first.devices} and {larger} on {run.devices} "
+            "(weak scaling)."
         )
     is_equal = abs(first.samples - run.samples) < 0.05 * first.samples
-    batch = f"stays at {smaller} samples" if is_equal else f"changes from {smaller} to {larger} samples"
-    return f"The global batch {batch}, so each of {run.devices} devices has {per_device} samples (strong scaling)."
+    batch = f"stays at {smaller}" if is_equal else f"changes from {smaller} to {larger}"
+    return f"The global batch {batch}, so each of {run.devices} devices has {per_device} (strong scaling)."
+
+
+def _samples(count: float) -> str:
+    """Return a number of samples as text, such as "1 sample" or "2.5 samples"."""
+    number = digits(count, 4)
+    return f"{number} sample{'s' * (number != '1')}"
 
 
 def _of_a_sample(rank: Rank) -> float:
