@@ -3,6 +3,7 @@
 import csv
 import importlib
 import os
+import random
 import signal
 import sys
 import time
@@ -86,6 +87,20 @@ def images_of_classes() -> TensorDataset:
     return images_with(False)
 
 
+class Noisy(Dataset[Any]):
+    """Images with noise that the process that loads them draws, and the classes of the images."""
+
+    def __init__(self) -> None:
+        self.images = images_of_classes()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = self.images[index]
+        return image + 0.5 * torch.randn_like(image) + random.random(), target
+
+
 def images_with_maps() -> TensorDataset:
     return images_with(True)
 
@@ -115,7 +130,8 @@ class Program:
         data: Function that makes the data set.
         trainer: Options of the trainer.
         then: Methods of the trainer that follow ``fit``.
-        seed: Seed of the run as Lightning's `seed_everything` stores it; None for none.
+        seed: Seed of the run and of the loader's worker, as Lightning's `seed_everything` stores it; None for no seed
+            and no worker.
     """
 
     module: Callable[[], LightningModule]
@@ -136,6 +152,7 @@ PROGRAMS = {
         lambda: ImageClassifier(
             nn.Sequential(nn.Dropout(0.1), ResNet(classes=CLASSES), nn.Dropout(0.1)), CLASSES, SGD, mixup_alpha=0.4
         ),
+        Noisy,
         trainer={"callbacks": [ActivationCheckpointing()]}, then=("validate",), seed="3",
     ),
     "segmenter": Program(
@@ -153,11 +170,14 @@ def train(name: str, strategy: Any, devices: int) -> dict[str, Tensor]:
     """
     program = PROGRAMS[name]
     torch.manual_seed(2)
+    random.seed(2)
     module, logger = program.module(), CSVLogger("logs", name)
     trainer = quiet_trainer(strategy, devices, max_epochs=1, log_every_n_steps=1, logger=logger, **program.trainer)
-    data = program.data()
-    with patch.dict(os.environ, {} if program.seed is None else {"PL_GLOBAL_SEED": program.seed}):
-        trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+    data, seeds = program.data(), {}
+    if program.seed is not None:
+        seeds = {"PL_GLOBAL_SEED": program.seed, "PL_SEED_WORKERS": "1"}
+    with patch.dict(os.environ, seeds):
+        trainer.fit(module, DataLoader(data, 4, shuffle=True, num_workers=len(seeds) // 2), DataLoader(data, 4))
     result = {f"state {name}": value.detach().clone() for name, value in module.state_dict().items()}
     for index, state in trainer.optimizers[0].state_dict()["state"].items():
         result |= {f"{name} {index}": value.clone() for name, value in state.items() if value is not None}

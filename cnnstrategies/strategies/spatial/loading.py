@@ -1,8 +1,11 @@
 """Load batches on one rank of each group, and hand out the rows of images."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
 
 from cnnstrategies.data.division import StreamComparison, describe_batch, divided_among, has_map
 from cnnstrategies.errors import ConfigurationError
@@ -70,6 +73,10 @@ class GroupLoader:
 
     @worker_init_fn.setter
     def worker_init_fn(self, function: Any) -> None:
+        if isinstance(function, partial) and function.func is pl_worker_init_function:
+            # Lightning gives each rank's workers other random numbers. The workers of a group draw the numbers that
+            # those of the device with the group's number draw under DDP.
+            function = partial(pl_worker_init_function, rank=self.groups.replica)
         self.loader.worker_init_fn = function
 
     def __len__(self) -> int:
