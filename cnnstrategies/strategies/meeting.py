@@ -1,8 +1,11 @@
 """Base class of the strategies that use a process group of ``torch.distributed``."""
 
+import signal
+
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import mark_launch, ranks_meet
 from cnnstrategies.strategies.pickling import explain_pickling
@@ -20,5 +23,11 @@ class MeetingDDPStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with ranks_meet(self):
-            super().setup_environment()
+        try:
+            with ranks_meet(self):
+                super().setup_environment()
+        except BaseException:
+            # The ranks that this process has started do not watch it yet. They would wait for it, or stay stopped.
+            if isinstance(self._launcher, ScriptLauncher):
+                self._launcher.kill(signal.SIGKILL)
+            raise

@@ -2,7 +2,9 @@
 
 import queue
 import re
+import signal
 import socket
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import PlainCNN, quiet_trainer, run_forked
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from patience import at_most
@@ -21,6 +24,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.runtime import failure_watch
@@ -32,6 +36,7 @@ from cnnstrategies.strategies import (
     ParameterServerStrategy,
     SpatialStrategy,
     failing,
+    meeting,
 )
 
 BOOM = RankFailure(1, "host-b", 7, "ValueError: boom", 1)
@@ -104,6 +109,28 @@ def test_a_process_has_some_seconds_to_end_by_itself(updates, deadline):
     for now, left, together in updates:
         countdown.update(now, left, together)
     assert countdown.deadline == deadline
+
+
+@pytest.mark.light
+def test_ranks_that_a_process_has_started_end_if_they_do_not_meet(monkeypatch):
+    strategy = SpatialStrategy()
+    launcher, rank = ScriptLauncher(LightningEnvironment(), 2, 1), subprocess.Popen(["sleep", "60"])
+    launcher.procs = [rank]
+    monkeypatch.setattr(strategy, "_launcher", launcher)
+    monkeypatch.setattr(meeting, "ranks_meet", raising(torch.distributed.DistStoreError("1/2 clients joined")))
+    try:
+        with pytest.raises(torch.distributed.DistStoreError):
+            strategy.setup_environment()
+        assert rank.wait(30) == -signal.SIGKILL
+    finally:
+        rank.kill()
+
+
+def raising(error):
+    def function(*_):
+        raise error
+
+    return function
 
 
 @pytest.mark.light

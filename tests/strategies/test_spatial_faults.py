@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cluster.processes_of import PYTHON, Program, fit
 from conftest import alive
 from digit_commands import COMMON, checkpoint
 from fault_injection import fault_arguments
+from patience import at_most
 
 pytestmark = pytest.mark.cluster  # These tests wait for time-outs.
 
@@ -62,6 +64,9 @@ def test_a_stopped_rank_is_named_by_the_other_rank():
         return [process.split()[-1] for process in alive(program.process.pid) if warm.HELPER not in process]
 
     assert program.wait(90) != 0
+    deadline = time.monotonic() + at_most(10)
+    while states() and time.monotonic() < deadline:  # A killed process needs a moment to end.
+        time.sleep(0.1)
     assert not states(), program.output()
     assert re.search(WAITS, program.output()), program.output()
     assert "The run cannot continue: rank 1 is stopped, for example by SIGSTOP" in program.output()
