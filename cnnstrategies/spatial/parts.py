@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class SpatialParts:
         describe: Function that returns a text that names a rank, for error messages.
         note_loss: Function that is called with the message of a `DivergedError` before it is raised; None for none.
         gradient_sums: Sums of gradients, by the number of the backward that computes them.
+        checks_order: Whether the ranks compare their operations before each message. Otherwise sums of different
+            operations, which only some ranks run, can be taken for each other.
         hooked: Identities of the parameters that have hooks on any rank, as far as the ranks have compared them.
     """
 
@@ -75,6 +78,7 @@ class SpatialParts:
         self.describe: Callable[[int], str] = "rank {}".format
         self.note_loss: Callable[[str], None] | None = None
         self.gradient_sums: WeakValueDictionary[int, GradientSums] = WeakValueDictionary()
+        self.checks_order = False
         self.hooked: set[int] = set()
         self._tracking: list[Any] = []
 
@@ -313,6 +317,7 @@ class SpatialParts:
         """Return the sum, maximum or minimum of a tensor over the ranks."""
         if self.count == 1:
             return tensor
+        self._check_order(f"{operation} of {tuple(tensor.shape)} {tensor.dtype}")
         try:
             return self._link.reduce(tensor, operation)
         except LinkError as error:
@@ -328,6 +333,7 @@ class SpatialParts:
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Begin to sum a tensor over the ranks in place, and return a function that waits for the sum."""
+        self._check_order(f"sum of {tuple(tensor.shape)} {tensor.dtype}")
         return self._begun(lambda: self._link.begin_sum(tensor))
 
     def _gathered(self, rows: Tensor, layout: RowLayout) -> Tensor:
@@ -339,6 +345,7 @@ class SpatialParts:
         return self.fetch(rows, axis, held, ((0, size * layout.inner),) * self.count)
 
     def _post(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
+        self._check_order("rows")
         self.sent_bytes += sum(tensor.nbytes for tensor in sends.values())
         return self._begun(lambda: self._link.exchange(sends, receives))
 
@@ -356,6 +363,32 @@ class SpatialParts:
                 raise self.diverged(error) from error
 
         return waiting
+
+    def _check_order(self, message: str) -> None:
+        """Check that all ranks have come to the same message of the same operation. All ranks must call this.
+
+        Args:
+            message: The message, as a text that is the same on all ranks.
+
+        Raises:
+            DivergedError: Another rank is at another message or operation.
+        """
+        if not self.checks_order or self.count == 1:
+            return
+        number = crc32(f"{self.operation}: {message}".encode())
+        try:
+            # On the CPU, so that no device is waited for.
+            most, least = self._link.reduce(torch.tensor([number, -number]), "max").tolist()
+        except LinkError as error:
+            raise self.diverged(error) from error
+        if most != -least:
+            text = (
+                f"{self.describe(self.rank)} is in {self.operation} at {call_site()}, but another rank is in another "
+                "operation: all ranks that have parts of the same images must run the same operations in the same order"
+            )
+            if self.note_loss is not None:
+                self.note_loss(text)
+            raise DivergedError(text)
 
     def diverged(self, error: LinkError) -> DivergedError:
         """Return an error that names the operation that waits, and its line of the program."""

@@ -228,22 +228,27 @@ class Slow(OwnModule):
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__(nn.Conv2d(3, CLASSES, 3, padding=1))
-        self.ranks = ranks
+        self.ranks, self.compared = ranks, list[bool]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank in self.ranks:
             time.sleep(self.SECONDS)
+        self.compared.append(batch[0].parts.checks_order)
         return F.cross_entropy(self.network(batch[0]), batch[1])
 
 
-def train_with_sleep(make: Callable[[], Any], devices: int, *ranks: int) -> dict[str, float]:
-    """Train while some ranks sleep in each step, and return the mean time of each part of a step in ms."""
+def train_with_sleep(make: Callable[[], Any], devices: int, *ranks: int) -> tuple[dict[str, float], list[bool]]:
+    """Train while some ranks sleep in each step.
+
+    Returns:
+        The mean time of each part of a step in ms, and for each step whether the ranks have compared their operations.
+    """
     use_strategy(devices)
     profile = StepProfile(skip_first=1, steps=2)
     trainer = quiet_trainer(make(), devices, max_epochs=1, limit_train_batches=3, callbacks=[profile])
     with redirect_stdout(StringIO()):
-        trainer.fit(Slow(ranks), DataLoader(images_with(True), 2))
-    return profile.milliseconds
+        trainer.fit(module := Slow(ranks), DataLoader(images_with(True), 2))
+    return profile.milliseconds, module.compared
 
 
 class Signalled(Callback):

@@ -46,7 +46,7 @@ from cnnstrategies.runtime.waiting import unwatch, watch
 from cnnstrategies.spatial import RowsTensor, SpatialParts
 from cnnstrategies.strategies import SpatialStrategy
 from cnnstrategies.strategies.spatial.checks import check_division
-from cnnstrategies.strategies.spatial.groups import ImageGroups, print_time_out
+from cnnstrategies.strategies.spatial.groups import ImageGroups, print_divergence
 from cnnstrategies.strategies.spatial.loading import GroupLoader
 from cnnstrategies.strategies.spatial.panel import describe_groups, describe_parts
 from cnnstrategies.strategies.spatial.parted_batches import part_batch
@@ -81,7 +81,7 @@ def check(actual: dict[str, Tensor], expected: dict[str, Tensor], rank: int, tex
         torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12 * scale, msg=f"{text}, {name}")
 
 
-def train_all_and_with_faults() -> tuple[dict[str, dict[str, Tensor]], list[str], dict[str, float], tuple[int, bool]]:
+def train_all_and_with_faults() -> tuple[dict[str, dict[str, Tensor]], list[str], Any, tuple[int, bool]]:
     """Run all programs in two parts, and runs with a hook on one rank and on both, a sleep, and a stop on rank 1."""
     results = train_all(two_parts, 2, ALL)
     lines = [train_with_hook(two_parts, 2, *hooked) for hooked in ((1,), (0, 1))]
@@ -95,7 +95,8 @@ def test_two_parts_train_as_one_process() -> None:
         r"spatial: after 1 batch, the ranks that .* have different weights network.bias \(norms from .* to .*\): "
         r"register hooks, .* on all of these ranks alike\n"
     )
-    for rank, (report, (on_one, on_both), times, stopped) in enumerate(reports):
+    for rank, (report, (on_one, on_both), (times, compared), stopped) in enumerate(reports):
+        assert compared == [True, True, False], "only the first steps are compared"
         # Rank 0 waits for rows of rank 1, which sleeps in its forward. The times are means over both ranks.
         assert times["rows"] > 1000 * Slow.SECONDS / 4
         assert times["forward"] > 1000 * Slow.SECONDS / 2
@@ -112,7 +113,8 @@ def test_two_parts_train_as_one_process() -> None:
 
 def train_in_groups(names: tuple[str, ...]) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
     """Run programs in two groups, and a run in which the second group sleeps."""
-    return train_all(two_parts, 4, names), train_with_sleep(two_parts, 4, 2, 3)
+    times, _ = train_with_sleep(two_parts, 4, 2, 3)
+    return train_all(two_parts, 4, names), times
 
 
 def test_groups_train_as_ddp() -> None:
@@ -344,7 +346,7 @@ def test_the_bytes_of_a_step_are_those_of_the_rows_at_the_edges(precision: torch
 @pytest.mark.light
 def test_a_value_that_only_one_rank_reads_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     def main(parts: SpatialParts) -> None:
-        parts.note_loss = lambda text: print_time_out(f"{text}; Timed out")
+        parts.note_loss = lambda text: print_divergence(f"{text}; Timed out")
         images = parts.scatter(torch.ones(1, 1, 4, 5), -2)
         if parts.rank == 0:
             images.max()
@@ -352,8 +354,33 @@ def test_a_value_that_only_one_rank_reads_is_named(capsys: pytest.CaptureFixture
     with pytest.raises(DivergedError, match=r"^rank 0 waits in max at .*test_spatial.py:\d+ .* must run this line"):
         on_parts(2, main)
     assert re.match(r"rank 0 waits in max at .*; Timed out\n$", capsys.readouterr().err)
-    print_time_out("rank 0 waits in max at train.py:3 for other ranks: Connection closed by peer")
+    print_divergence("rank 0 waits in max at train.py:3 for other ranks: Connection closed by peer")
     assert capsys.readouterr().err == "", "the rank that has ended shows the cause"
+
+
+@pytest.mark.light
+def test_ranks_that_sum_in_different_operations_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the comparison, the ranks would add sums of images to sums of squares."""
+
+    def main(parts: SpatialParts, second: Any) -> Any:
+        parts.note_loss = print_divergence
+        images = parts.scatter(torch.full((1, 1, 4, 5), 2.0), -2)
+        parts.checks_order = True
+        images.sum()
+        operation = second if parts.rank else images.sum
+        try:
+            return operation(images) if parts.rank else operation()
+        except DivergedError as error:
+            return str(error)
+
+    for second, name in ((torch.prod, "prod"), (lambda images: F.avg_pool2d(images, 3, 1, 1), "avg_pool2d")):
+        reports = on_parts(2, lambda parts, second=second: main(parts, second))
+        for rank, (text, operation) in enumerate(zip(reports, ("sum", name), strict=True)):
+            line = (
+                rf"rank {rank} is in {operation} at test_spatial.py:\d+, but another rank is in another operation: all"
+            )
+            assert re.match(line, text), text
+        assert len(capsys.readouterr().err.splitlines()) == 2, "each rank prints its line"
 
 
 @pytest.mark.light

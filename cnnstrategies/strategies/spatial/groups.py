@@ -54,7 +54,7 @@ class ImageGroups:
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
         self.parts = SpatialParts(GroupLink(self.group, self.cpu_group))
         self.parts.describe = lambda part: f"rank {self.first + part}"
-        self.parts.note_loss = print_time_out
+        self.parts.note_loss = print_divergence
         self._loaders = 0
 
     def _create(self, all_ranks: list[range], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
@@ -100,11 +100,11 @@ class ImageGroups:
             dist.destroy_process_group(group)
 
 
-def print_time_out(text: str) -> None:
-    """Print what this rank waits for after a time-out.
+def print_divergence(text: str) -> None:
+    """Print where this rank is, after a time-out or if another rank is in another operation.
 
     Only one rank shows its exception. A user needs the lines of all ranks to see which rank has left the program of the
     others.
     """
-    if "timed out" in text.lower():
+    if "timed out" in text.lower() or "in another operation" in text:
         print(text, file=sys.stderr, flush=True)

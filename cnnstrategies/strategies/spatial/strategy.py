@@ -1,5 +1,6 @@
 """The strategy ``spatial``: each image is divided among several devices."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -40,6 +41,9 @@ from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_fi
 from cnnstrategies.strategies.spatial.same_weights import SameWeights
 from cnnstrategies.strategies.spatial.step_costs import describe_costs, describe_rows
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
+
+# Number of steps of training, validation, test and prediction in which the ranks compare their operations.
+CHECKED_STEPS = 2
 
 
 class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
@@ -90,6 +94,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         self._same_weights: SameWeights | None = None
         self._sent_before: int | None = None  # Bytes that were sent before the first step; -1 after the second began.
         self._rows = ""  # Text about this rank's rows of the first batch.
+        self._steps: Counter[Any] = Counter()  # Number of steps of each kind of run.
         self._examined: tuple[object, bool] | None = None  # The last loader, and whether its data are divided.
 
     # Before the processes start
@@ -235,6 +240,9 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     @contextmanager
     def _step(self) -> Iterator[None]:
         """Return a context for a step, in which the default process group has each group of devices once."""
+        kind = self._module.trainer.state.stage
+        self._ranks.parts.checks_order = self._steps[kind] < CHECKED_STEPS
+        self._steps[kind] += 1
         if self._buffers_differ:
             copy_first(self._module.buffers(), self._ranks.counterparts)
             self._buffers_differ = False
