@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from asking_data import AskingData
 from loads_elsewhere import BARRED
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.deploy import export
+from cnnstrategies.deploy.inference import images_of
+from cnnstrategies.networks import SmallCNN
 
 HERE = all(map(importlib.util.find_spec, export.NEEDS["onnx"]))
 SKIPPED = pytest.mark.skipif(not HERE, reason="onnx or onnxruntime is not installed")
@@ -58,6 +61,20 @@ def test_an_exported_network_runs_without_the_training_packages(kind):
     assert run.stdout == f"3 images, without {', '.join(BARRED)}\n", run.stderr
     with pytest.raises(ConfigurationError, match="out exists already"):
         export.export(model, data, Path("out"), kind)
+
+
+def test_a_data_module_may_ask_its_trainer_and_yield_three_tensors(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # In a job the command runs in one process as well.
+    monkeypatch.setenv("SLURM_JOB_NAME", "job")
+    data = AskingData(samples=24)
+    report = export.export(ImageClassifier(SmallCNN(10), 10), data, Path("out"), "torch_export")
+    assert (report.images, report.agreement) == (96, 1)
+    for batch, message in (
+        ({"image": 1}, "export: a batch of the data module is a dict, but must begin with the images: let the loaders"),
+        (["name", 1], "export: a batch of the data module is a list of str, but must begin"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            images_of(batch, "export")
 
 
 def refuses(*_, **__):

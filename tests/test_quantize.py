@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from asking_data import AskingData
 from conftest import in_fork, quiet_trainer
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
@@ -13,7 +14,8 @@ from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
-from cnnstrategies.deploy.quantize import load_quantized, quantize
+from cnnstrategies.data.without_run import give_trainer
+from cnnstrategies.deploy.quantize import accuracy, load_quantized, quantize
 from cnnstrategies.networks import SmallCNN
 
 
@@ -63,6 +65,16 @@ def test_quantised_weights_are_a_third_and_load_elsewhere(tmp_path):
     assert {value.dtype for value in stored.values() if value.ndim > 1} == {torch.int8}
 
 
+class WithIndices(SyntheticDataModule):
+    """Data module whose batches have a third element."""
+
+    def train_dataloader(self):
+        return [(*batch, torch.arange(len(batch[0]))) for batch in super().train_dataloader()]
+
+    def val_dataloader(self):
+        return [(*batch, torch.arange(len(batch[0]))) for batch in super().val_dataloader()]
+
+
 class Shortcut(nn.Module):
     """A network with one ReLU module for two activations, as in ResNet, and a flattened map, as in AlexNet."""
 
@@ -86,9 +98,9 @@ def test_shared_modules_shortcuts_and_flattened_maps(tmp_path):
     """The batches have one image: without care, export would fix the graph to this batch size."""
     torch.manual_seed(0)
     model = ImageClassifier(Shortcut().eval(), 10)
-    data = SyntheticDataModule(num_samples=80, num_classes=10, image_size=8, batch_size=1)
+    data = WithIndices(num_samples=80, num_classes=10, image_size=8, batch_size=1)
     quantize(model, data, tmp_path / "shortcut.pt2", calibration_batches=4)
-    images = torch.cat([images for images, _ in data.val_dataloader()])
+    images = torch.cat([images for images, *_ in data.val_dataloader()])
     assert len(images) == 8
     with torch.no_grad():
         exact = model.network(images)
@@ -109,7 +121,14 @@ def test_refusals_name_the_value(monkeypatch, tmp_path):
         (ImageClassifier(DataDependent(), 10), {}, r"torch.export cannot export DataDependent.*: \w+"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            quantize(model, DigitsDataModule(), tmp_path / "q.pt2", **options)
+            quantize(model, AskingData(), tmp_path / "q.pt2", **options)
+    data = AskingData()
+    trainer = data.trainer = quiet_trainer()
+    data.setup("fit")
+    correct = [(classifier.network(images).argmax(1) == labels) for images, labels, _ in data.val_dataloader()]
+    assert accuracy(classifier.network, data.val_dataloader()) == float(torch.cat(correct).double().mean())
+    give_trainer(data)
+    assert data.trainer is trainer, "the data module of a run keeps the run's trainer"
     monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e", None)
     with pytest.raises(ConfigurationError, match="pip install torchao"):
         quantize(classifier, DigitsDataModule(), tmp_path / "q.pt2")

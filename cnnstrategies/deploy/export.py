@@ -18,7 +18,8 @@ from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.image_folder import shorter_side
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.segmentation_folder import FILL
-from cnnstrategies.deploy.inference import network_of
+from cnnstrategies.data.without_run import give_trainer
+from cnnstrategies.deploy.inference import images_of, network_of
 from cnnstrategies.deploy.quantize import Network, exported_program, for_any_batch, save_program
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
@@ -93,9 +94,10 @@ def export(
     if output.exists():
         raise ConfigurationError(f"{output} exists already: set another path with --output, or remove the folder")
     network.cpu().eval()
+    give_trainer(datamodule)
     datamodule.prepare_data()
     datamodule.setup("validate")
-    batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
+    batches = [images_of(batch, "export") for batch in itertools.islice(datamodule.val_dataloader(), BATCHES)]
     source = giving_logits(network, batches[0])
     with whole_folder(output, "free some space, or set another path with --output") as scratch:
         exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](

@@ -33,6 +33,26 @@ def network_of(module: LightningModule, purpose: str) -> nn.Module:
     )
 
 
+def images_of(batch: Any, purpose: str) -> Tensor:
+    """Return the images (N, C, H, W) of a batch: the batch itself, or the first element of a tuple or list.
+
+    Args:
+        batch: Batch of a user's loader, such as ``(images, targets)`` or ``(images, targets, indices)``.
+        purpose: Name of the command that needs the images, for the error message.
+
+    Raises:
+        ConfigurationError: The batch does not begin with a tensor of images.
+    """
+    images = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(images, Tensor):
+        kind = type(batch).__name__ if images is batch else f"{type(batch).__name__} of {type(images).__name__}"
+        raise ConfigurationError(
+            f"{purpose}: a batch of the data module is a {kind}, but must begin with the images: let the loaders yield "
+            "(images, targets)"
+        )
+    return images
+
+
 class PredictsImages:
     """Default ``predict_step`` for a module that does not define this method.
 

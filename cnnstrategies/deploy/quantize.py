@@ -16,7 +16,8 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 
-from cnnstrategies.deploy.inference import network_of
+from cnnstrategies.data.without_run import give_trainer
+from cnnstrategies.deploy.inference import images_of, network_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
 from cnnstrategies.models.network_module import NetworkModule
@@ -84,9 +85,10 @@ def quantize(
     """
     network = network_of(model, "quantize")
     network.cpu().eval()
+    give_trainer(datamodule)
     datamodule.prepare_data()
     datamodule.setup("fit")
-    network = giving_logits(network, next(iter(datamodule.val_dataloader()))[0])
+    network = giving_logits(network, images_of(next(iter(datamodule.val_dataloader())), "quantize"))
     exported, converted, example = int8_graph(network, datamodule, calibration_batches)
     save_program(exported_program(converted, example, strict=True), output)
     quantized = load_quantized(output)
@@ -122,7 +124,8 @@ def int8_graph(
     if calibration_batches < 1:
         raise ConfigurationError(f"calibration_batches={calibration_batches}: use at least 1, for example 16")
     pt2e, quantizer_module = _torchao()
-    calibration = [images for images, _ in itertools.islice(datamodule.train_dataloader(), calibration_batches)]
+    training = itertools.islice(datamodule.train_dataloader(), calibration_batches)
+    calibration = [images_of(batch, "quantize") for batch in training]
     example = for_any_batch(calibration[0])
     with torch.no_grad():
         # With strict=False, the quantizer would treat several calls of one module as one call. For example, ResNet
@@ -207,22 +210,27 @@ class QuantizedNetwork(nn.Module):
             return torch.cat(logits) if len(logits) > 1 else logits[0]
 
 
-def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the accuracy: the fraction of the samples that ``network`` classifies correctly."""
+def accuracy(network: Network, batches: Iterable[Sequence[Tensor]]) -> float:
+    """Return the accuracy: the fraction of the samples that ``network`` classifies correctly.
+
+    Args:
+        network: Function that maps images (N, C, H, W) to logits (N, classes).
+        batches: Batches that begin with images (N, C, H, W) and targets (N,).
+    """
     correct = total = 0
     with torch.no_grad():
-        for images, targets in batches:
+        for images, targets, *_ in batches:
             correct += int((main_logits(network(images)).argmax(1) == targets).sum())
             total += len(targets)
     return correct / total
 
 
-def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: NetworkModule) -> float:
+def quality(network: Network, batches: Iterable[Sequence[Tensor]], model: NetworkModule) -> float:
     """Return the model's own metric over all batches. The model's attribute ``quality`` names this metric."""
     metric = copy.deepcopy(getattr(model.val_metrics, model.quality)).cpu()
     metric.reset()
     with torch.no_grad():
-        for images, targets in batches:
+        for images, targets, *_ in batches:
             metric.update(*model.compared(main_logits(network(images)), targets))
     return float(metric.compute())
 

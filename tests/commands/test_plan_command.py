@@ -217,6 +217,11 @@ def test_a_plan_uses_the_microbatches_of_fit(capsys: pytest.CaptureFixture[str])
     assert re.search("for 16 .* with 2 microbatches", " ".join(capsys.readouterr().out.split()))
 
 
+def test_a_data_module_may_ask_the_trainer_for_the_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    COMMANDS["plan"].run(["--config", QUICKSTART, "--bandwidth=1000", "--data=asking_data.AskingData"])
+    assert "for 64 samples" in " ".join(capsys.readouterr().out.split()), "each of two processes loads 32"
+
+
 def test_two_devices_may_divide_a_batch_of_one_image(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", QUICKSTART, "--bandwidth=1000", "--data.init_args.global_batch_size=1"]
     COMMANDS["plan"].run([*words, "--trainer.strategy=spatial"])

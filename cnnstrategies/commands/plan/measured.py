@@ -20,6 +20,8 @@ from cnnstrategies.commands.arguments.options import DOCTOR, PlanOptions
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
+from cnnstrategies.data.without_run import give_trainer
+from cnnstrategies.deploy.inference import images_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, trace_open
 from cnnstrategies.planning.candidates import Job
@@ -86,6 +88,8 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     backend = "gloo" if device.type == "cpu" else "nccl"
     cluster = read_cluster(options.cluster, devices, backend) if options.cluster is not None else None
     request = None if options.search else _request(trainer.strategy, model)
+    # This package's data modules get a global batch for one process from `_samples`.
+    give_trainer(data, *((1, 1) if isinstance(data, ImageDataModule) else (devices // machines, machines)))
     decide_by_shapes(network, lambda size: _images(data)[0][:size])
     traced = trace_open(network, True)
     loading = request.replicas_on(devices)[0] if request else max(1, devices // _image_parts(trainer.strategy))
@@ -338,7 +342,7 @@ def _images(data: LightningDataModule) -> tuple[Tensor, int]:
     """Return a batch of training images, and the number of samples in the batch."""
     data.prepare_data()
     data.setup("fit")
-    images = next(iter(data.train_dataloader()))[0]
+    images = images_of(next(iter(data.train_dataloader())), "plan")
     return images, len(images)
 
 
