@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-cases test-optimizers test-gpu test-portable test-bounds fuzz-pipeline fuzz-spatial mutants simulate faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-cases test-optimizers test-gpu test-portable test-bounds test-lowest fuzz-pipeline fuzz-spatial mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -35,10 +35,11 @@ test-ray:
 	$(MAKE) VENV=$(RAY_VENV) EXTRAS=test,ray $(RAY_VENV)/.installed
 	$(RAY_VENV)/bin/python -m pytest -m ray
 
-# The tests that `make test` and `make test-cluster` skip because a package is missing: loggers, exports, MPICH.
+# The tests that `make test` and `make test-cluster` skip because a package is missing: loggers, exports, MPICH,
+# transforms.
 EXTRAS_VENV ?= .venv-extras
 test-extras:
-	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich $(EXTRAS_VENV)/.installed
+	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich,transforms $(EXTRAS_VENV)/.installed
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
 # verify with published networks and modules under every strategy, and networks with divided images, in an environment
@@ -90,6 +91,17 @@ test-bounds:
 		--editable '.[test]' 'lightning[pytorch-extra]'
 	$(BOUNDS)/bin/python -m pip list | grep -i -E '^($(BOUNDED)) '
 	$(BOUNDS)/bin/python -m pytest --numprocesses 4 --maxschedchunk 2 -m "not cluster"
+
+# With the lowest versions of these packages that pyproject.toml allows, in an environment of their own.
+LOWEST := $(VENV)-lowest
+LOWEST_OF := torch|torchvision|lightning|torchmetrics|jsonargparse
+test-lowest:
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	sed -n -E 's/^ *"($(LOWEST_OF))(\[.*\])?>=([0-9.]+).*/\1==\3/p' pyproject.toml > $(LOWEST)/constraints.txt
+	grep -v -i -E '^($(LOWEST_OF)|nvidia-.*|cuda-.*|triton|torchao)==' constraints.txt >> $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install -qq --constraint $(LOWEST)/constraints.txt --editable '.[test]'
+	$(LOWEST)/bin/python -m pip list | grep -i -E '^($(LOWEST_OF)) '
+	$(LOWEST)/bin/python -m pytest --numprocesses 4 --maxschedchunk 2 -m "not cluster"
 
 # Random layouts of pipelines, with ranks as threads. Takes about ten minutes.
 N ?= 2000

@@ -1,5 +1,6 @@
 """The example scripts of the documentation work."""
 
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -7,11 +8,15 @@ import runpy
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from PIL import Image
 from ports import free_port
 from torchvision.models import resnet18
+
+from cnnstrategies.data import ImageFolderDataModule
 
 
 def run(script: Path, rank: int, world: int, port: int) -> None:
@@ -43,6 +48,32 @@ def test_parameter_server_with_plain_torch(capfd):
         losses = [float(loss) for loss in re.findall(rf"worker {worker}, step \d+: loss (\d+\.\d+)", output)]
         assert len(losses) == 4
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("albumentations", "kornia"))),
+    reason="albumentations or kornia is not installed; `make test-extras` installs them",
+)
+@pytest.mark.parametrize("name", ["Albumentations", "Kornia"])
+def test_transforms_of_other_packages_draw_the_same_for_any_number_of_workers(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs/examples")
+    transforms = importlib.import_module("transforms")
+    for index in range(8):
+        folder = Path("images/train", "ab"[index % 2])
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(index).integers(256, size=(32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+    batches = []
+    for workers, chosen in ((0, [getattr(transforms, name)()]), (2, [getattr(transforms, name)()]), (0, None)):
+        data = ImageFolderDataModule(
+            Path("images"), image_size=32, batch_size=2, val_split=0.25, num_workers=workers, transforms=chosen
+        )
+        data.setup("fit")
+        batches.append(torch.cat([images for images, _ in data.train_dataloader()]))
+    assert batches[0].equal(batches[1])
+    assert batches[0].shape == batches[2].shape
+    assert not batches[0].equal(batches[2])
 
 
 @pytest.mark.cluster
