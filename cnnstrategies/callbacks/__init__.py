@@ -10,6 +10,7 @@ from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.guard import Guard
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.pruning import Pruning
+from cnnstrategies.callbacks.slow_steps import SlowLines
 from cnnstrategies.callbacks.start_panel import StartPanel
 from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
@@ -31,6 +32,7 @@ __all__ = [
     "SampleWeights",
     "SamplesPerSecond",
     "ServerTraffic",
+    "SlowLines",
     "StartPanel",
     "StepProfile",
     "TrainingSummary",

@@ -26,6 +26,7 @@ from cnnstrategies.callbacks import (
     SamplesPerSecond,
     SampleWeights,
     ServerTraffic,
+    SlowLines,
     StartPanel,
     TrainingSummary,
 )
@@ -141,6 +142,12 @@ def add_sections(parser: LightningArgumentParser) -> None:
     parser.add_class_arguments(ClusterOptions, "cluster")
     parser.add_class_arguments(Interconnect, "interconnect")
     parser.add_argument(
+        "--slow_lines",
+        type=bool,
+        default=True,
+        help="Whether fit prints a line with cause and remedy if its steps become lastingly slower.",
+    )
+    parser.add_argument(
         "--run_name",
         type=str | None,
         default=None,
@@ -185,6 +192,8 @@ def all_callbacks(config: Namespace) -> list[Callback]:
     ]
     if config.guard is not False:
         defaults.append(Guard("stop" if config.guard == "stop" else "warn"))
+    if config.slow_lines:
+        defaults.append(SlowLines())
     if config.trainer.logger is not False and not config.trainer.fast_dev_run:
         defaults.append(LearningRateMonitor())
     if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):

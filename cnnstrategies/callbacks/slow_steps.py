@@ -1,0 +1,219 @@
+"""Callback that prints during a run why its steps have become slower, and when they are as fast again."""
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from cnnstrategies._torch_private import default_store
+from cnnstrategies.callbacks.host_clock import COMPUTE, HostClock, Waits
+from cnnstrategies.callbacks.slow_changes import STEPS, VALIDATION, SlowChange, SlowSteps, StepBlock, StepsEnded
+from cnnstrategies.callbacks.slow_lines import line_about, line_about_end
+from cnnstrategies.callbacks.step_blocks import StepBlocks, decode, encode
+from cnnstrategies.runtime.waiting import report_forwards, unwatch, watch
+from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
+from cnnstrategies.strategies.stopwatch import Stopwatch
+
+FIRST = 10  # Number of steps at the start of a run that are not measured, because caches and connections are new.
+EVERY = 1.0  # Shortest time in seconds between two messages of a rank to rank 0.
+READ_AFTER = 3  # Step of a block in which rank 0 reads the blocks of other ranks, so that the blocks have arrived.
+KEPT = 64  # Largest number of blocks in a message.
+
+
+class BlockExchange:
+    """Exchange of the ranks' blocks through a store. No rank waits for another rank.
+
+    Each rank overwrites its own key with its newest blocks. Rank 0 reads the keys.
+
+    Args:
+        store: Store that all ranks use; None if this rank judges its own blocks.
+        rank: This rank.
+        world: Number of ranks.
+    """
+
+    def __init__(self, store: Store | None, rank: int, world: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world = 1 if store is None else world
+        self._blocks: list[deque[StepBlock]] = [deque(maxlen=KEPT) for _ in range(self._world)]
+        self._next = 0  # Number of the next block to return.
+        self._sent = 0.0
+        self._read = 0.0
+        self._unsent = self._repeated = 0  # Numbers of the newest blocks that were not sent, and sent once.
+
+    def add(self, block: StepBlock) -> None:
+        """Add a block of this rank."""
+        mine = self._blocks[self._rank if self._world > 1 else 0]
+        mine.append(block)
+        self._unsent += 1
+        now = time.monotonic()
+        if self._store is not None and self._rank != 0 and now - self._sent >= EVERY:
+            self._sent = now
+            # The blocks of the last message are repeated, in case rank 0 has not read the message.
+            newest = [*mine][-min(KEPT, self._unsent + self._repeated) :]
+            self._repeated, self._unsent = self._unsent, 0
+            self._store.set(f"blocks {self._rank}", encode(newest))
+
+    def complete(self) -> list[Sequence[StepBlock]]:
+        """Return the blocks of all ranks that have not been returned yet, in the order of their numbers."""
+        now = time.monotonic()
+        if self._store is not None and now - self._read < EVERY:
+            return []
+        self._read = now
+        for rank in range(1, self._world):
+            if self._store is not None and self._store.check([f"blocks {rank}"]):
+                known = self._blocks[rank][-1].number if self._blocks[rank] else -1
+                received = decode(self._store.get(f"blocks {rank}"))
+                self._blocks[rank].extend(block for block in received if block.number > known)
+        numbers = [{block.number: block for block in blocks} for blocks in self._blocks]
+        common = sorted(number for number in numbers[0] if all(number in others for others in numbers))
+        new = [number for number in common if number >= self._next]
+        self._next = max([self._next, *(number + 1 for number in new)])
+        return [[blocks[number] for blocks in numbers] for number in new]
+
+
+class SlowLines(Callback):
+    """Callback that prints a line if the steps of a run become lastingly slower, and a line when that ends.
+
+    Each line names the cause, its size and the remedy: a rank that is slower than before, a loader that is behind, slow
+    messages between the ranks, or a callback, a validation or a checkpoint that takes longer. A line is printed within
+    50 steps, or within a few seconds if steps are short, if a step takes at least 15 % longer and noise does not
+    explain it. Steps that are slow from the start of a run are not reported; ``scaling`` finds their causes.
+
+    Each rank measures its own time on the host. On a GPU, events measure the own time of the device, and no step waits
+    for the device. Rank 0 reads the figures of the other ranks about once a second from torch's store, so no collective
+    is added. Workers of parameter servers have no store, so each of them judges its own steps.
+    """
+
+    def __init__(self) -> None:
+        self._clock: HostClock | None = None
+        self._handles: list[RemovableHandle] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class
+            return
+        device = trainer.strategy.root_device
+        facts = self._facts = facts_of(trainer.strategy)
+        self._stopwatch = None if device.type == "cpu" else Stopwatch(device)
+        self._clock = HostClock(trainer.profiler, type(self).__name__)  # type: ignore[attr-defined]
+        trainer.profiler = self._clock  # type: ignore[attr-defined]
+        self._waits = Waits(self._clock, self._stopwatch)
+        watch(self._waits)
+        self._blocks = StepBlocks(self._clock, None if self._stopwatch is None else self._stopwatch.take)
+        store = None
+        if trainer.world_size > 1 and dist.is_initialized() and not facts.connects_hosts:
+            store = PrefixStore("cnnstrategies_slow_steps", default_store())
+        self._exchange = BlockExchange(store, trainer.global_rank, trainer.world_size)
+        self._judges = store is None or trainer.global_rank == 0
+        self._changes = SlowSteps()
+        self._batches = 0
+        self._in_batch = self._in_validation = False
+        self._model: Any = None
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The set of trainable parameters may have changed, and DDP may have been created again.
+        model = trainer.strategy.model
+        if self._clock is None or not isinstance(model, DistributedDataParallel):
+            return
+        self._remove_hooks()
+        first = next((parameter for parameter in model.module.parameters() if parameter.requires_grad), None)
+        if first is not None:  # Usually it gets its gradient last. Then DDP waits for the sums of the gradients.
+            self._handles.append(first.register_post_accumulate_grad_hook(self._waits.hold))
+        if model.broadcast_buffers and [*model.buffers()]:
+            self._handles += report_forwards(model)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._clock is not None:
+            self._end_batch()
+            self._in_batch = True
+            self._clock.open(COMPUTE)
+            if self._stopwatch is not None:
+                self._stopwatch.begin()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._clock is not None:
+            self._waits.release()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._clock is None:
+            return
+        self._end_batch()
+        if self._stopwatch is not None:
+            self._stopwatch.end()
+        self._batches += 1
+        if self._batches <= FIRST:
+            self._blocks.discard()
+            return
+        block = self._blocks.end_step(trainer.global_step)
+        # The store is lost if the process that serves it ends, and `FailTogether` reports that.
+        with contextlib.suppress(RuntimeError, ValueError):
+            if block is not None:
+                self._exchange.add(block)
+            if self._judges and (self._batches - FIRST) % STEPS == READ_AFTER:
+                for blocks in self._exchange.complete():
+                    for event in self._changes.add(blocks):
+                        self._print(trainer, self._facts, event)
+
+    def _end_batch(self) -> None:
+        assert self._clock is not None
+        self._waits.release()
+        if self._in_batch:
+            self._clock.close()
+            self._in_batch = False
+
+    def _print(self, trainer: Trainer, facts: StrategyFacts, event: SlowChange | StepsEnded) -> None:
+        change = event.change if isinstance(event, StepsEnded) else event
+        rank = trainer.global_rank
+        if change.part == "waited" and facts.step_kind == "worker" and facts.steps_in_lockstep and rank != 0:
+            return  # All workers wait for the slowest worker. It is enough that one of them says so.
+        me = "the process" if trainer.world_size == 1 else f"worker {rank}"
+        line = line_about_end(event) if isinstance(event, StepsEnded) else line_about(event, facts.step_kind, me)
+        print(line, file=sys.stderr, flush=True)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._clock is not None and not self._in_validation:
+            self._in_validation = True
+            self._clock.open(VALIDATION)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._clock is not None and self._in_validation:
+            self._in_validation = False
+            self._clock.close()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        clock, self._clock = self._clock, None
+        if clock is not None:
+            unwatch(self._waits)
+            self._remove_hooks()
+            if trainer.profiler is clock:  # type: ignore[attr-defined]
+                trainer.profiler = clock.user  # type: ignore[attr-defined]
+
+    def _remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
