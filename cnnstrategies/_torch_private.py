@@ -67,7 +67,12 @@ def without_values() -> Iterator[None]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # The import takes a tenth of a second.
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+        # Otherwise, on machines without a GPU, the mode would simulate 255 of them. The next backward would start a
+        # thread for each GPU, and torch refuses a backward in processes that are forked after this.
+        avoid_device_init = False
+
+    with Mode(allow_non_fake_inputs=True):
         yield
 
 

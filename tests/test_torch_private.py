@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ports import free_port
+from ranks import run_apart
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR
@@ -23,6 +24,7 @@ from cnnstrategies._torch_private import (
     measure_every_step,
     norms_of,
     parameters_in,
+    without_values,
 )
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.runner import Operations
@@ -128,3 +130,19 @@ def test_a_function_mode_is_on_again_below_modes_that_a_generator_has_entered():
 def test_norms_of_tensors_of_several_dtypes() -> None:
     tensors = [torch.tensor(-2.0), torch.full((3, 2), 2.0**12, dtype=torch.float16), torch.tensor([3.0, 4.0]).double()]
     assert norms_of(tensors).tolist() == [2.0, pytest.approx(2.0**12 * 6**0.5), 5.0]
+
+
+def test_a_process_may_fork_after_a_backward_without_values():
+    with without_values():
+        layer = nn.Linear(3, 2)
+        result = layer(torch.ones(4, 3)).sum()
+        result.backward()
+    assert layer.weight.grad.shape == (2, 3)
+    gradient = run_apart(backward_of_one)
+    assert gradient == 1.0
+
+
+def backward_of_one():
+    value = torch.ones((), requires_grad=True)
+    value.backward()
+    return value.grad.item()
