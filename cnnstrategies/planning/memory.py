@@ -19,7 +19,8 @@ RECEIVES_AHEAD, GRADIENT_SENDS = 4, 2
 # `paramserver.slicing`, which imports torch.
 SHARED_BYTES, SLICES_OF_A_SERVER = 2**18, 4
 # The loss of a batch holds the network's result and a tensor of this size that it saves, such as the logarithms of
-# probabilities; in the backward also the gradient of one of them.
+# probabilities; in its backward also the gradient of one of them. Of these, the network's backward needs the result's
+# gradient only.
 LOSS_TENSORS = 2
 
 
@@ -217,12 +218,13 @@ def replica_peak(
         framework=costs.framework_bytes,
     )
     backward = part.backward if batches == 1 else part.adding
-    gradients, outputs = part.gradients if batches > 1 else 0, (LOSS_TENSORS + 1) * costs.result_bytes
+    gradients, loss = part.gradients if batches > 1 else 0, costs.result_bytes
     return largest(
         (
-            _at(held, part.forward, part.gradients, outputs=LOSS_TENSORS * costs.result_bytes),
-            _at(held, backward, gradients, messages=shared, outputs=outputs),
-            _update(replace(held, messages=held.messages + shared), part, state),
+            at_moment(held, part.forward, part.gradients, outputs=LOSS_TENSORS * loss),
+            at_moment(held, Moment(part.saved), gradients, messages=shared, outputs=(LOSS_TENSORS + 1) * loss),
+            at_moment(held, backward, gradients, messages=shared, outputs=costs.output_bytes),
+            at_update(replace(held, messages=held.messages + shared), part, state),
         )
     )
 
@@ -248,18 +250,21 @@ def segments_peak(
         images=costs.input_bytes,
         framework=costs.framework_bytes,
     )
-    peaks, later = [_update(held, whole, state)], 0
+    peaks, later = [at_update(held, whole, state)], 0
     bounds = list(zip((0, *cuts), (*cuts, len(costs.nodes)), strict=True))
     for start, end in reversed(bounds):
         part = part_memory(costs, start, end)
         gradients = whole.gradients if batches > 1 else later
         moments = part.forward, part.backward if batches == 1 else part.adding
-        outputs = (LOSS_TENSORS + 1) * costs.result_bytes
-        peaks += [_at(held, moment, gradients, passing, outputs=outputs) for moment in moments]
+        peaks += [at_moment(held, moment, gradients, passing, outputs=costs.output_bytes) for moment in moments]
         if end == len(costs.nodes):
             # At the end of the forward, the gradients of the last step exist, and autocast's copies of all parameters.
             copied = sum(node.copied_bytes for node in costs.nodes[:start])
-            peaks.append(_at(held, part.forward, whole.gradients, passing + copied, outputs=outputs))
+            loss = costs.result_bytes
+            peaks += [
+                at_moment(held, part.forward, whole.gradients, passing + copied, outputs=LOSS_TENSORS * loss),
+                at_moment(held, Moment(part.saved), gradients, passing, outputs=(LOSS_TENSORS + 1) * loss),
+            ]
         later += part.gradients
     return largest(peaks)
 
@@ -329,14 +334,14 @@ def stage_peak(
     before = last_step if load.interleaved else 0
     phases = [
         # All microbatches that the device holds have run their forwards.
-        _at(
+        at_moment(
             held,
             part.forward,
             last_step + (sums if load.interleaved and load.count > load.kept else 0),
             inputs + others * part.saved,
         ),
         # The first backward.
-        _at(held, part.backward, before, inputs + others * part.saved, messages=_messages(traffic, others)),
+        at_moment(held, part.backward, before, inputs + others * part.saved, messages=_messages(traffic, others)),
     ]
     if load.count > 1:
         # A later backward, whose gradients are added to the sums tensor by tensor.
@@ -344,19 +349,19 @@ def stage_peak(
             inputs, others = inputs - traffic.received, max(0, others - 1)
         moment = replace(part.backward, workspaces=max(part.backward.workspaces, part.largest_layer))
         phases.append(
-            _at(held, moment, before + sums, inputs + others * part.saved, messages=_messages(traffic, others))
+            at_moment(held, moment, before + sums, inputs + others * part.saved, messages=_messages(traffic, others))
         )
     if load.replicas > 1:
         # The replicas' gradients are summed in buckets, which exist all at once.
         phases.append(replace(held, gradients=part.gradients, messages=part.gradients, outputs=0))
-    return largest((*phases, _update(held, part, state)))
+    return largest((*phases, at_update(held, part, state)))
 
 
 def _messages(traffic: StageTraffic, waiting: int) -> int:
     return min(RECEIVES_AHEAD, waiting) * traffic.awaited + GRADIENT_SENDS * traffic.returned
 
 
-def _at(
+def at_moment(
     held: PeakMemory, moment: Moment, gradients: int, activations: int = 0, messages: int = 0, outputs: int = 0
 ) -> PeakMemory:
     """Return what a device holds at a moment, with gradients and activations of other microbatches."""
@@ -370,6 +375,7 @@ def _at(
     )
 
 
-def _update(held: PeakMemory, part: PartMemory, state: OptimizerMemory) -> PeakMemory:
+def at_update(held: PeakMemory, part: PartMemory, state: OptimizerMemory) -> PeakMemory:
+    """Return what a device holds during the update of the parameters."""
     work = state.update.of_all * part.gradients + state.update.of_largest * part.largest_layer
     return replace(held, gradients=part.gradients, workspaces=round(work), outputs=0)

@@ -55,7 +55,11 @@ def test_a_peak_is_that_of_the_fullest_phase() -> None:
         (costs.nodes[0], NodeCost(last.name, 0.1, 0.2, 600, 5000, backward_bytes=2600)), costs.values, (1,), 2, 70, 30
     )
     assert replica_peak(heavy, OptimizerMemory(1)) == PeakMemory(
-        1000, 600, 1000, 10000, images=70, outputs=3 * 30, workspaces=2000
+        1000, 600, 1000, 10000, images=70, outputs=30, workspaces=2000
+    )
+    # In the backward of the loss there are no gradients and workspaces of the network, but more tensors of the loss.
+    assert replica_peak(replace(heavy, output_bytes=3000), OptimizerMemory(1)) == PeakMemory(
+        1000, 0, 1000, 10000, images=70, outputs=3 * 3000
     )
     # If gradients are accumulated, they exist, and those of the node are added to them.
     assert replica_peak(heavy, OptimizerMemory(1), batches=2).gradients == 1000
