@@ -16,7 +16,7 @@ from rich.console import Console
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import Pruning, SampleWeights, step_parts
 from cnnstrategies.commands.arguments.options import COMMANDS
-from cnnstrategies.commands.scaling import command, probes
+from cnnstrategies.commands.scaling import command, probes, run
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
 from cnnstrategies.commands.scaling.recorder import TimelineRecorder
 from cnnstrategies.commands.scaling.run import (
@@ -278,6 +278,19 @@ def test_waits_of_divided_images_are_listed_and_samples_count_once(scaling):
     for row in ("rows of other devices", "sums over the parts"):
         assert float(re.search(rf"{row} 0 ([\d.]+)", output)[1]) > 0
     assert re.search(r"on 2 devices: compute [\d.]+, loader [\d.]+\.", output), output
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(("rank", "loads"), [(0, True), (1, False), (2, True), (3, False)])
+def test_only_the_rank_that_loads_for_a_group_measures_its_own_loader(rank, loads, monkeypatch):
+    control, answers, measured = ScalingControl(), [], []
+    trainer = SimpleNamespace(global_rank=rank, train_dataloader=SimpleNamespace(loader="own"), lightning_module=None)
+    monkeypatch.setattr(control, "_trainer", trainer, raising=False)
+    monkeypatch.setattr(control, "_ranks_per_batch", 2, raising=False)
+    monkeypatch.setattr(control, "say", answers.append)
+    monkeypatch.setattr(run, "load_alone", lambda loader, seconds: measured.append(loader) or {"samples": 3})
+    control.execute({"probe": "load", "seconds": 1.0})
+    assert (answers, measured) == (([{"samples": 3}], ["own"]) if loads else ([{}], []))
 
 
 @pytest.mark.light

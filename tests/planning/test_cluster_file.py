@@ -15,7 +15,8 @@ FILE = """
 nodes:
   - {count: 2, devices: 4, memory: 16GiB, price: 12.0,
      inside: {gbit: 96, us: 10}, interconnect: {gbit: 10, us: 50, efficiency: 0.5}}
-  - {devices: 2, speed: 0.5, inside: {gbit: 8, work_us: 70, sum_us: 90, exchange_us: 0}, interconnect: {gbit: 4}}
+  - {devices: 2, speed: 0.5, inside: {gbit: 8, work_us: 70, sum_us: 90, exchange_us: 0},
+     interconnect: {gbit: 4, sum_us: 200, exchange_us: 90}}
 server: {gbyte_per_s: 2, us: 80}
 """
 
@@ -37,9 +38,9 @@ def test_a_cluster_file_becomes_devices_and_links(tmp_path: Path) -> None:
     link = cluster.link(8, 9)
     assert (link.work, link.sum, link.exchange) == (pytest.approx(7e-5), pytest.approx(9e-5), 0.0)
     assert read(FILE, tmp_path, "gloo").link(0, 9).sum == pytest.approx(UNMEASURED["gloo"][0])
-    assert cluster.link(4, 9).bandwidth == 0.5e9, (
-        "a link between two machines is as fast as the slower machine's network"
-    )
+    between = cluster.link(4, 9)
+    assert between.bandwidth == 0.5e9, "a link between two machines is as fast as the slower machine's network"
+    assert (between.sum, between.exchange) == pytest.approx((2e-4, 9e-5))
     assert (cluster.server_rate, cluster.hosts[0].price) == (2e9, 12.0)
     assert cluster.server_message == pytest.approx(8e-5)
 
@@ -54,7 +55,7 @@ MISTAKES = [
     ("memory: 16GiB", "memory: 16 apples", "memory='16 apples' is not a size above 0"),
     ("efficiency: 0.5", "efficiency: 1.5", "it must be a number above 0 and of at most 1"),
     (
-        "inside: {gbit: 8, work_us: 70, sum_us: 90, exchange_us: 0}, ",
+        "inside: {gbit: 8, work_us: 70, sum_us: 90, exchange_us: 0},",
         "",
         "nodes[1]: `inside` is missing; give the connection between the machine's 2 devices",
     ),

@@ -32,6 +32,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from cnnstrategies import ImageClassifier, ImageSegmenter
 from cnnstrategies.callbacks import ActivationCheckpointing, GracefulStop, StepProfile, graceful_stop
+from cnnstrategies.strategies import SpatialStrategy
 
 CLASSES = 5
 SAMPLES, HEIGHT, WIDTH = 11, 41, 33
@@ -173,6 +174,8 @@ def train(name: str, strategy: Any, devices: int) -> dict[str, Tensor]:
     random.seed(2)
     module, logger = program.module(), CSVLogger("logs", name)
     trainer = quiet_trainer(strategy, devices, max_epochs=1, log_every_n_steps=1, logger=logger, **program.trainer)
+    if isinstance(strategy, SpatialStrategy) and int(os.environ["LOCAL_RANK"]) % strategy.parts:
+        torch.rand(7)  # The ranks of a group continue with the random numbers of its first rank.
     data, seeds = program.data(), {}
     if program.seed is not None:
         seeds = {"PL_GLOBAL_SEED": program.seed, "PL_SEED_WORKERS": "1"}

@@ -40,6 +40,7 @@ from whole_step_cases.running import on_one_device, on_ranks, verdict
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks.step_parts import PartClock
 from cnnstrategies.commands.scaling.recorder import TimelineRecorder
+from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.placed.messages import DivergedError
 from cnnstrategies.planning.scaling.timeline import BATCH, ROWS, SUMS
 from cnnstrategies.runtime.waiting import unwatch, watch
@@ -283,7 +284,7 @@ def test_images_and_targets_of_pixels_are_divided(axis: int | None, chosen: int,
 
 
 @pytest.mark.light
-def test_the_panel_names_rows_and_who_loads() -> None:
+def test_the_panel_names_rows_and_who_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[tuple[int, int | None, tuple[int, ...] | None]] = [
         (2, None, (3, 1024, 1024)), (3, -1, (3, 8, 41)), (2, None, (1, 64, 128, 64)), (4, None, (1, 7, 5)),
         (2, -3, None), (2, None, None),
@@ -299,6 +300,14 @@ def test_the_panel_names_rows_and_who_loads() -> None:
     with pytest.raises(ConfigurationError, match=r"axis=-3: images of shape \(1, 3, 4, 5\) do not have a depth"):
         describe_parts(2, -3, (3, 4, 5))
     assert describe_groups(2, 1) == "1, with 2 devices; rank 0 loads the batches, and sends each device its rows"
+    trainer = SimpleNamespace(datamodule=DigitsDataModule())
+    monkeypatch.setattr(SpatialStrategy, "_module", SimpleNamespace(trainer=trainer))
+    strategy = SpatialStrategy(axis=-1)
+    strategy.parallel_devices = [torch.device("cpu")] * 6
+    assert strategy.panel_rows(None) == [
+        ("image parts", "2, of the width: 4 of 8 rows each"),
+        ("device groups", describe_groups(2, 3)),
+    ]
     assert describe_groups(2, 3) == "3, with 2 devices each; the first device of each group loads the group's batches"
 
 
@@ -373,7 +382,11 @@ def test_ranks_that_sum_in_different_operations_are_named(capsys: pytest.Capture
         except DivergedError as error:
             return str(error)
 
-    for second, name in ((torch.prod, "prod"), (lambda images: F.avg_pool2d(images, 3, 1, 1), "avg_pool2d")):
+    for second, name in (
+        (torch.mean, "mean"),
+        (torch.prod, "prod"),
+        (lambda images: F.avg_pool2d(images, 3, 1, 1), "avg_pool2d"),
+    ):
         reports = on_parts(2, lambda parts, second=second: main(parts, second))
         for rank, (text, operation) in enumerate(zip(reports, ("sum", name), strict=True)):
             line = (
