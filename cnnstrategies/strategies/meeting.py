@@ -3,11 +3,13 @@
 import signal
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed import DistStoreError
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import mark_launch, ranks_meet
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.pickling import explain_pickling
 
 
@@ -26,8 +28,13 @@ class MeetingDDPStrategy(DDPStrategy):
         try:
             with ranks_meet(self):
                 super().setup_environment()
-        except BaseException:
+        except BaseException as error:
             # The ranks that this process has started do not watch it yet. They would wait for it, or stay stopped.
             if isinstance(self._launcher, ScriptLauncher):
                 self._launcher.kill(signal.SIGKILL)
-            raise
+            if not isinstance(error, DistStoreError):
+                raise
+            raise ConfigurationError(
+                f"the ranks have not met: {str(error).splitlines()[0].rstrip('.')}: look for errors in the output of "
+                "the missing ranks, or give the ranks more time with the strategy's option `timeout`"
+            ) from error

@@ -117,9 +117,9 @@ def test_ranks_that_a_process_has_started_end_if_they_do_not_meet(monkeypatch):
     launcher, rank = ScriptLauncher(LightningEnvironment(), 2, 1), subprocess.Popen(["sleep", "60"])
     launcher.procs = [rank]
     monkeypatch.setattr(strategy, "_launcher", launcher)
-    monkeypatch.setattr(meeting, "ranks_meet", raising(torch.distributed.DistStoreError("1/2 clients joined")))
+    monkeypatch.setattr(meeting, "ranks_meet", raising(torch.distributed.DistStoreError("1/2 clients joined.")))
     try:
-        with pytest.raises(torch.distributed.DistStoreError):
+        with pytest.raises(ConfigurationError, match=r"^the ranks have not met: 1/2 clients joined: look for"):
             strategy.setup_environment()
         assert rank.wait(30) == -signal.SIGKILL
     finally:
