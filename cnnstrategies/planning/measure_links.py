@@ -27,9 +27,11 @@ FEW_ROUNDS = 4
 # The large message is assumed to take longer than the small message by at least this fraction of the large message's
 # time, because a smaller difference cannot be distinguished from noise.
 LEAST = 0.01
-# Messages and computations of a round in which the prices of sums and exchanges are measured, and number of rounds.
+# Messages and computations of a round in which the prices of sums and exchanges are measured, and the largest and the
+# smallest number of rounds.
 MEETINGS = 8
-PRICE_ROUNDS = 10
+PRICE_ROUNDS = 10, 3
+PRICE_SECONDS = 2.0  # Over slow connections, fewer rounds are measured, so that they take about this time.
 # Shape of the images whose convolution is the computation between two messages. It takes about 0.3 ms on a CPU core.
 WORK = 1, 8, 128, 128
 
@@ -130,7 +132,7 @@ def prices(peer: int, device: torch.device) -> tuple[float, float]:
 
     In a step, ranks compute between two messages. Then their threads sleep and wake, and ranks wait for each other. So
     messages that follow each other, as in :func:`round_trips`, are faster than in a step. The prices are differences of
-    medians of 10 rounds, each with 8 computations and 8 messages.
+    medians of 3 to 10 rounds, each with 8 computations and 8 messages.
 
     Args:
         peer: Rank of the other process. The default process group must have no further ranks.
@@ -160,8 +162,13 @@ def prices(peer: int, device: torch.device) -> tuple[float, float]:
         return (time.perf_counter() - start) / MEETINGS
 
     messages: tuple[Callable[[], object], ...] = (lambda: None, lambda: dist.all_reduce(numbers), exchange)
-    rounds = [[seconds(message) for message in messages] for _ in range(1 + PRICE_ROUNDS)]
-    computing, *others = (statistics.median(times) for times in zip(*rounds[1:], strict=True))
+    # The first round starts connections, so its times are left out.
+    duration = torch.tensor([MEETINGS * sum(seconds(message) for message in messages)], device=device)
+    dist.all_reduce(duration, dist.ReduceOp.MAX)  # Both ranks measure the same number of rounds.
+    most, least = PRICE_ROUNDS
+    count = min(most, max(least, int(PRICE_SECONDS / duration.item())))
+    rounds = [[seconds(message) for message in messages] for _ in range(count)]
+    computing, *others = (statistics.median(times) for times in zip(*rounds, strict=True))
     sums, exchanges = (max(0.0, other - computing) for other in others)
     return sums, exchanges
 

@@ -299,11 +299,12 @@ def test_prices_of_sums_and_exchanges_are_what_they_add_to_computations(monkeypa
         seconds[0] += 2.0 if next(delays) % 30 else 500.0  # Other work on the machine delays few rounds.
 
     monkeypatch.setattr(measure_links.time, "perf_counter", lambda: seconds[0])
-    monkeypatch.setattr(measure_links.torch, "conv2d", takes(1.0))
     monkeypatch.setattr(measure_links.dist, "all_reduce", delayed_sum)
     monkeypatch.setattr(measure_links.dist, "P2POp", lambda *args: args)
     monkeypatch.setattr(measure_links.dist, "batch_isend_irecv", takes(3.0, ()))
-    assert prices(1, CPU) == pytest.approx((2.0, 3.0))
+    for duration in (1.0, 0.01):
+        monkeypatch.setattr(measure_links.torch, "conv2d", takes(duration))
+        assert prices(1, CPU) == pytest.approx((2.0, 3.0))
 
 
 def test_delayed_small_messages_do_not_make_the_bandwidth_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
