@@ -1,22 +1,31 @@
 """Callback that checks a training while it runs."""
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import averages_models
+from cnnstrategies._torch_private import is_compiled
+from cnnstrategies.callbacks.guarded_run import applied_checks, scheduled_rates, watched_run, yields_each_once
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
-from cnnstrategies.guarding.agreement import ComparedValue, disagreements
-from cnnstrategies.guarding.findings import Finding
-from cnnstrategies.guarding.watch import TrainingWatch, WatchedRun
-from cnnstrategies.strategies.protocol import facts_of
+from cnnstrategies.guarding.agreement import disagreements
+from cnnstrategies.guarding.batches import COMPARED, equal_ranks, fixed_row
+from cnnstrategies.guarding.findings import Finding, and_others
+from cnnstrategies.guarding.rates import RateHistory, ScheduledRate
+from cnnstrategies.guarding.replay import Replay
+from cnnstrategies.guarding.rereading import digests_in, fault_of
+from cnnstrategies.guarding.watch import TrainingWatch
+from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 
 EXIT_CODE = 3  # Exit code of a run that a finding has stopped.
 MOST_KEYS = 8  # Number of findings of a rank of which the other ranks learn at a check.
@@ -26,13 +35,15 @@ class Guard(Callback):
     """Callback that looks for silent errors of a training, and prints a line with the cause and the remedy.
 
     After the first step, every 100 steps and at the end: ranks that should have equal weights, buffers, states and
-    options of optimizers do; weights move if and only if they should; layers are in the mode that the user has set; and
-    losses and gradients are finite and like those before. The page "Guard a run" has a table of the checks under each
-    strategy.
+    options of optimizers do; weights move if and only if they should; learning rates are those of their schedules;
+    layers are in the mode that the user has set; losses and gradients are finite and like those before. Every 1,000
+    steps, layers are computed twice. Batches do not come twice in an epoch, or on two ranks. Each checkpoint is read
+    back. The page "Guard a run" has a table of the checks under each strategy.
 
     Args:
         on_finding: ``warn`` prints a line for each finding. ``stop`` also ends all ranks together, with exit code 3.
         every: Number of steps from one check to the next.
+        replay_every: Number of steps from one batch whose layers are computed twice to the next.
 
     Attributes:
         findings: Findings so far. Each rank has those of its own checks, and those of comparisons of ranks.
@@ -41,34 +52,43 @@ class Guard(Callback):
         ConfigurationError: An argument has a value that is not allowed.
     """
 
-    def __init__(self, on_finding: Literal["warn", "stop"] = "warn", every: int = 100) -> None:
+    def __init__(
+        self, on_finding: Literal["warn", "stop"] = "warn", every: int = 100, replay_every: int = 1000
+    ) -> None:
         if on_finding not in ("warn", "stop"):
             raise ConfigurationError(f"on_finding={on_finding!r}: use warn or stop")
-        if every < 1:
-            raise ConfigurationError(f"every={every}: check after 1 step or more, for example 100")
-        self.on_finding, self.every = on_finding, every
+        for name, value in (("every", every), ("replay_every", replay_every)):
+            if value < 1:
+                raise ConfigurationError(f"{name}={value}: use 1 step or more, for example 100")
+        self.on_finding, self.every, self.replay_every = on_finding, every, replay_every
+        self._reset()
+
+    def _reset(self) -> None:
         self.findings: list[Finding] = []
         self._watch: TrainingWatch | None = None
+        self._replay: Replay | None = None
+        self._rates = RateHistory()
+        self._scheduled: list[ScheduledRate] = []
+        self._waiting: list[Finding] = []  # Findings since the last check, of which the other ranks do not know.
         self._printed: set[int] = set()
+        self._saved: dict[Path, int] = {}  # Checkpoints that were read back, and the steps before they were saved.
+        self._verified: Path | None = None  # The last of them that was saved before a check without a finding.
         self._begun_at = 0  # Number of steps before the current batch.
         self._is_checked = True  # Whether the last step has been checked.
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         facts = facts_of(trainer.strategy)
-        run = WatchedRun(
-            rank=trainer.global_rank,
-            holders=facts.holders_of,
-            sees_gradients=facts.step_kind != "worker",
-            reads_weights=not facts.shards_parameters,
-            replicas_agree=facts.replicas_agree and not averages_models(trainer.strategy),
-            counts_alike=not facts.may_skip_steps,
-            may_skip=getattr(trainer.precision_plugin, "scaler", None) is not None,
-        )
-        self.findings, self._printed, self._is_checked = [], set(), True
+        self._reset()
+        self._applied = applied_checks(facts)
         with facts.local_code():
-            self._watch = TrainingWatch(pl_module, trainer.optimizers, run)
+            self._watch = TrainingWatch(pl_module, trainer.optimizers, watched_run(trainer))
             self._watch.begin(trainer.global_step)
+        if self._applied["replay"] and not any(is_compiled(layer) for layer in pl_module.modules()):
+            self._replay = Replay(pl_module)
+        io = trainer.strategy.checkpoint_io
+        if trainer.is_global_zero and not isinstance(io, AsyncCheckpointIO):
+            vars(io)["save_checkpoint"] = partial(self._save, trainer, io.save_checkpoint)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -76,8 +96,13 @@ class Guard(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._begun_at = trainer.global_step
+        step = self._begun_at = trainer.global_step
         self._running.modes.begin_batch()
+        if trainer.overfit_batches == 0:  # type: ignore[attr-defined]  # set outside the class
+            with facts_of(trainer.strategy).local_code():
+                self._running.batches.add(batch)
+        if self._replay is not None and (step + 1) % self.replay_every == 0:
+            self._replay.start()
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -85,6 +110,8 @@ class Guard(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._is_due(self._begun_at + 1):
+            self._scheduled = scheduled_rates(trainer)  # After this step, schedules may have computed other rates.
         with facts_of(trainer.strategy).local_code():
             self._running.records.add_gradients(self._begun_at + 1, optimizer)
 
@@ -95,23 +122,64 @@ class Guard(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         with facts_of(trainer.strategy).local_code():
             self._running.records.add_loss(self._begun_at + 1, loss)
+            differing = [] if self._replay is None else self._replay.end()
+        if differing:
+            fault = "gives another output when it is computed again"
+            cause, remedy = "a memory error or a faulty processor", "train on other hardware"
+            self._note(
+                trainer,
+                Finding("replay", trainer.global_rank, self._begun_at + 1, and_others(differing), fault, cause, remedy),
+            )
         self._running.observe()
         step = trainer.global_step
         if step > self._begun_at:
-            # All ranks find the same answer, also a rank that was restarted.
-            self._is_checked = self._begun_at == 0 or step // self.every > self._begun_at // self.every
+            self._is_checked = self._is_due(step)
             if self._is_checked:
                 self._check(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with facts_of(trainer.strategy).local_code():
+            repeated = self._running.batches.end_epoch()
+        if repeated and yields_each_once(trainer.train_dataloader):
+            self._note(
+                trainer,
+                Finding(
+                    "batches",
+                    trainer.global_rank,
+                    trainer.global_step,
+                    "the loader",
+                    f"has loaded {repeated} batches of epoch {trainer.current_epoch} again",
+                    "a sampler or a batch sampler that repeats indices, or a data set that ignores the index",
+                    "look at the indices that the sampler yields",
+                ),
+            )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_checked:
             self._check(trainer)
 
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._replay is not None:
+            self._replay.end()
+        vars(trainer.strategy.checkpoint_io).pop("save_checkpoint", None)
+
     @property
     def _running(self) -> TrainingWatch:
         assert self._watch is not None, "the training has begun"
         return self._watch
+
+    # Checks
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a check follows the current batch. All ranks find the same answer, also if they were restarted.
+
+        Args:
+            step: Number of steps after the batch.
+        """
+        return self._begun_at == 0 or step // self.every > self._begun_at // self.every
 
     def _check(self, trainer: Trainer) -> None:
         """Check, print the findings, and stop if this is wanted. All ranks that step together must call this."""
@@ -119,62 +187,123 @@ class Guard(Callback):
         facts.settle_weights()
         with facts.local_code():
             values, rows, alone = self._running.check(step)
+            batches = fixed_row(self._running.batches.take())
+        alone = [*self._waiting, *alone, *self._wrong_rates(trainer)]
+        self._waiting = []
+        compared: list[Finding] = []
+        is_first, stops = [True] * len(alone), any(not finding.is_note for finding in alone)
         if facts.steps_in_lockstep:
-            is_first, stops = self._exchange_keys(trainer, values, alone)
-            compared = disagreements(values, self._gather(trainer, rows), step) if is_first is not None else []
-        else:
-            is_first, compared, stops = [True] * len(alone), [], any(not finding.is_note for finding in alone)
-        self.findings += [*compared, *alone]
-        for finding in compared:
-            self._print(finding, trainer.is_global_zero)
-        for finding, prints in zip(alone, is_first or [True] * len(alone), strict=True):
+            keys = [finding.key for finding in alone[:MOST_KEYS]]
+            keys += [0] * (MOST_KEYS - len(keys))
+            head = [self._running.structure(values), len(values), int(stops), *batches, *keys]
+            gathered = self._gather(trainer, torch.tensor(head, dtype=torch.int64))
+            stops = bool(gathered[:, 2].any())
+            lower = set(gathered[: trainer.global_rank, 3 + COMPARED :].flatten().tolist())
+            is_first = [finding.key not in lower for finding in alone]
+            compared = self._compare_batches(facts, gathered[:, 3 : 3 + COMPARED].tolist(), step)
+            odd = [rank for rank, row in enumerate(gathered) if not row[:2].equal(gathered[0, :2])]
+            compared += (
+                [_other_structure(odd[0], step)] if odd else disagreements(values, self._gather(trainer, rows), step)
+            )
+        self.findings += [finding for finding in (*compared, *alone) if finding not in self.findings]
+        for finding, prints in (
+            *((finding, trainer.is_global_zero) for finding in compared),
+            *zip(alone, is_first, strict=True),
+        ):
             self._print(finding, prints)
-        if self.on_finding == "stop" and (stops or compared):
-            self._stop(trainer)
+        if stops or compared:
+            if self.on_finding == "stop":
+                self._stop(trainer)
+        elif saved := [path for path, saved_at in self._saved.items() if saved_at <= step]:
+            self._verified = saved[-1]
 
     def _gather(self, trainer: Trainer, values: Tensor) -> Tensor:
         return facts_of(trainer.strategy).gather_from_ranks(values.to(trainer.strategy.root_device)).cpu()
 
-    def _exchange_keys(
-        self, trainer: Trainer, values: Sequence[ComparedValue], alone: list[Finding]
-    ) -> tuple[list[bool] | None, bool]:
-        """Tell the other ranks of this rank's findings. All ranks must call this.
+    def _compare_batches(self, facts: StrategyFacts, rows: list[list[int]], step: int) -> list[Finding]:
+        leaders = range(0, len(rows), facts.ranks_per_batch)
+        pair = equal_ranks(rows, leaders) if self._applied["batches"] else None
+        if pair is None:
+            return []
+        remedy = "use a DistributedSampler, or make an IterableDataset yield another part on each rank"
+        return [
+            Finding(
+                "batches",
+                pair[1],
+                step,
+                "the loader",
+                f"loads the same batches as on rank {pair[0]}",
+                "data that are not divided among the ranks",
+                remedy,
+            )
+        ]
 
-        Returns:
-            For each finding, whether no lower rank has it as well; None if the ranks do not have the same values to
-            compare, which is another finding. And whether any rank has a finding.
-        """
-        keys = [finding.key for finding in alone[:MOST_KEYS]]
-        is_wrong = any(not finding.is_note for finding in alone)
-        head = [self._running.structure(values), len(values), int(is_wrong), *keys, *[0] * (MOST_KEYS - len(keys))]
-        gathered = self._gather(trainer, torch.tensor(head, dtype=torch.int64))
-        stops = bool(gathered[:, 2].any())
-        lower = set(gathered[: trainer.global_rank, 3:].flatten().tolist())
-        first = [finding.key not in lower for finding in alone]
-        odd = next((rank for rank, row in enumerate(gathered) if not row[:2].equal(gathered[0, :2])), None)
-        if odd is None:
-            return first, stops
-        finding = Finding(
-            "replicas",
-            odd,
-            trainer.global_step,
-            "the module",
-            "has other parameters, buffers or parameter groups than on rank 0",
-            "code that changes the module or the optimizer on some ranks only",
-            "change them on all ranks alike",
-        )
+    def _wrong_rates(self, trainer: Trainer) -> list[Finding]:
+        return [
+            Finding(
+                "rates",
+                trainer.global_rank,
+                trainer.global_step,
+                f"the learning rate of {rate.group}",
+                f"is {rate.rate:.3g}, and its schedule says {rate.scheduled:.3g}",
+                "other code sets it, or the optimizer's groups were replaced",
+                "let one schedule set it, and create schedules after the optimizer",
+            )
+            for rate in self._rates.wrong(self._scheduled)
+        ]
+
+    # Checkpoints
+
+    def _save(
+        self, trainer: Trainer, save: Any, checkpoint: Mapping[str, Any], path: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save a checkpoint, and read it back."""
+        with facts_of(trainer.strategy).local_code():
+            written = digests_in(checkpoint)
+        save(checkpoint, path, *args, **kwargs)
+        file = Path(path)
+        self._saved.pop(file, None)
+        if self._verified == file:
+            self._verified = None
+        if not file.is_file():
+            return  # At a URL, or a folder.
+        with facts_of(trainer.strategy).local_code():
+            fault = fault_of(file, written)
+        if fault is None:
+            self._saved[file] = trainer.global_step
+        else:
+            cause, remedy = "a faulty disk or network file system", "save to another disk, and check this one"
+            self._note(
+                trainer,
+                Finding("checkpoint", trainer.global_rank, trainer.global_step, str(path), fault, cause, remedy),
+            )
+
+    # Output
+
+    def _note(self, trainer: Trainer, finding: Finding) -> None:
+        """Keep a finding of this rank for the next check, and print it now."""
+        self._waiting.append(finding)
         self.findings.append(finding)
-        self._print(finding, trainer.is_global_zero)
-        return None, True
+        self._print(finding, True)
 
     def _print(self, finding: Finding, prints: bool) -> None:
         """Print a finding once."""
         if prints and finding.key not in self._printed:
-            with tqdm.external_write_mode(sys.stderr):
+            with contextlib.suppress(Exception), tqdm.external_write_mode(sys.stderr):
                 print(finding, file=sys.stderr, flush=True)
         self._printed.add(finding.key)
 
     def _stop(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
-            print(f"guard: the run is stopped after step {trainer.global_step}", file=sys.stderr, flush=True)
+            verified = self._verified
+            checkpoint = (
+                f"the last verified checkpoint is {verified}" if verified else "no checkpoint was verified before"
+            )
+            print(f"guard: stopped after step {trainer.global_step}; {checkpoint}", file=sys.stderr, flush=True)
         raise StoppedTogether(EXIT_CODE if trainer.is_global_zero else 0)
+
+
+def _other_structure(rank: int, step: int) -> Finding:
+    fault = "has other parameters, buffers or parameter groups than on rank 0"
+    cause = "code that changes the module or the optimizer on some ranks only"
+    return Finding("replicas", rank, step, "the module", fault, cause, "change them on all ranks alike")

@@ -8,7 +8,7 @@ import torch
 from cnnstrategies.guarding.records import TakenRecords
 
 MARGIN = 1000.0  # Smallest ratio of a step's size to the rounding of a weight for which the weight must change.
-ENOUGH = 20  # Number of steps since the last check without which a weight that does not change is not named.
+ENOUGH = 10  # Number of steps since the last check without which a weight that does not change is not named.
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cnnstrategies._torch_private import norms_of
 from cnnstrategies.guarding.agreement import ComparedValue, options_of, states_of
+from cnnstrategies.guarding.batches import BatchRecords
 from cnnstrategies.guarding.digests import digests
 from cnnstrategies.guarding.findings import Finding, and_others
 from cnnstrategies.guarding.modes import Modes
@@ -62,6 +63,7 @@ class TrainingWatch:
         self._module, self._optimizers, self._run = module, optimizers, run
         self.records = StepRecords(module, run.holds)
         self.modes = Modes(module)
+        self.batches = BatchRecords(run.holds)
         self._movements = MovementHistory()
         self._losses, self._norms = ValueHistory(10.0), ValueHistory(100.0)
         self._digests: dict[tuple[str, str], int] = {}

@@ -334,6 +334,11 @@ class StrategyFacts:
         """Whether the ranks that hold a weight have the same value of it after each step, and take the same step."""
         return not self.shards_parameters
 
+    @property
+    def divides_values(self) -> bool:
+        """Whether the outputs of layers are divided among ranks, so that one rank alone cannot compute a layer."""
+        return False
+
     def holders_of(self, tensor: "Tensor") -> tuple[int, ...] | None:
         """Return the ranks that hold the values of a parameter, a buffer or another tensor; None if all ranks do."""
         return None

@@ -1,105 +1,474 @@
 """The guard finds planted faults and names them, is silent otherwise, and does not change what is trained."""
 
+import contextlib
+import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from conftest import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from ranks import run_apart
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
+from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import Guard
 from cnnstrategies.guarding.findings import Finding
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
+from cnnstrategies.strategies.protocol import facts_of
+
+Found = list[tuple[str, int, int, str]]
 
 
-class Digits(LightningModule):
+class Small(LightningModule):
     """Training of a small network with batch normalisation and dropout on random images."""
 
     def __init__(self) -> None:
         super().__init__()
         seed_everything(1, verbose=False)
-        self.network = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(4 * 36, 5)
-        )
+        self.backbone = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(4 * 36, 5))
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        images, targets = batch
-        return nn.functional.cross_entropy(self.network(images), targets)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.network(batch[0])
+        self.head(self.backbone(batch[0]))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
-def images(count: int) -> DataLoader[Any]:
+def images(count: int, batch: int = 4, **options: Any) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(2)
-    data = TensorDataset(
-        torch.randn(count, 1, 8, 8, generator=generator), torch.randint(5, (count,), generator=generator)
+    values = torch.randn(count, 1, 8, 8, generator=generator)
+    return DataLoader(
+        TensorDataset(values, torch.randint(5, (count,), generator=generator)), batch, **{"shuffle": True, **options}
     )
-    return DataLoader(data, 4, shuffle=True)
 
 
-def findings_of(
+class Report(Callback):
+    """Saves the findings of each rank, and the trained weights."""
+
+    def __init__(self, guard: Guard, folder: Path) -> None:
+        self.guard, self.folder = guard, folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(self.guard.findings, self.folder / f"findings-{trainer.global_rank}")
+        state = trainer.strategy.lightning_module_state_dict()
+        if trainer.is_global_zero:
+            torch.save(state, self.folder / "weights")
+
+
+def train(
     folder: Path,
-    module: Callable[[], LightningModule],
+    module: Callable[[], LightningModule] = Small,
     *callbacks: Callback,
     guard: Guard | None = None,
+    guarded: bool = True,
     strategy: Any = "auto",
     devices: int = 1,
-    steps: int = 60,
+    steps: int = 50,
+    loader: Callable[[], DataLoader[Any]] = lambda: images(80),
     **options: Any,
-) -> list[list[Finding]]:
-    """Return the findings of the guard on each rank of a training in a process of its own."""
+) -> list[Found]:
+    """Train in processes of their own, and return the check, the rank, the step and the tensor of each finding."""
+    guard = guard or Guard(every=20, replay_every=15)
+    callbacks = (*callbacks, *[guard] * guarded, Report(guard, folder))
 
-    class Report(Callback):
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            torch.save(watch.findings, folder / f"findings-{trainer.global_rank}")
-            state = trainer.strategy.lightning_module_state_dict()
-            if trainer.is_global_zero:
-                torch.save(state, folder / "weights")
-
-    watch = guard or Guard(every=20)
-
-    def train() -> None:
-        trainer = quiet_trainer(
-            strategy,
-            devices,
-            callbacks=[*callbacks, watch, Report()],
-            max_steps=steps,
-            use_distributed_sampler=True,
-            **options,
-        )
-        trainer.fit(module(), images(160), images(8))
+    def fit() -> None:
+        trainer = quiet_trainer(strategy, devices, callbacks=list(callbacks), max_steps=steps, **options)
+        trainer.fit(module(), loader(), images(8, shuffle=False))
 
     folder.mkdir(exist_ok=True)
-    run_apart(train)
-    return [torch.load(folder / f"findings-{rank}", weights_only=False) for rank in range(devices)]
+    run_apart(fit)
+    return [_short(torch.load(folder / f"findings-{rank}", weights_only=False)) for rank in range(devices)]
 
 
-def test_a_sound_training_has_no_finding(tmp_path: Path) -> None:
-    assert findings_of(tmp_path / "1", Digits) == [[]]
-    assert findings_of(tmp_path / "2", Digits, strategy="ddp_fork", devices=2) == [[], []]
+def _short(findings: list[Finding]) -> Found:
+    return [(finding.check, finding.rank, finding.step, finding.tensor) for finding in findings]
 
 
-class Flip(Callback):
-    def __init__(self, name: str, rank: int = 1, step: int = 30) -> None:
-        self.name, self.rank, self.step = name, rank, step
+STRATEGIES: dict[str, tuple[Callable[[], Any], int]] = {
+    "one device": (lambda: "auto", 1),
+    "ddp": (lambda: "ddp_fork", 2),
+    "servers": (lambda: ParameterServerStrategy(start_method="fork"), 2),
+    "replicas of a stage": (
+        lambda: HybridPipelineStrategy(
+            submodule="backbone", replicas=[2, 1], cuts=["2"], microbatches=2, start_method="fork"
+        ),
+        3,
+    ),
+    "spatial": (lambda: SpatialStrategy(parts=2, start_method="fork"), 2),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_guard_is_silent_and_changes_nothing(name: str, tmp_path: Path) -> None:
+    make, devices = STRATEGIES[name]
+    weights = []
+    for guarded in (True, False):
+        folder = tmp_path / str(guarded)
+        assert train(folder, guarded=guarded, strategy=make(), devices=devices, steps=32) == [[]] * devices
+        weights.append(torch.load(folder / "weights"))
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
+
+
+class At(Callback):
+    """Calls a function after a step, on one rank or on all."""
+
+    def __init__(self, step: int, function: Callable[[Any], None], rank: int | None = None) -> None:
+        self.step, self.function, self.rank = step, function, rank
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_rank == self.rank and trainer.global_step == self.step:
-            value = pl_module.get_parameter(self.name).data.view(-1)
-            value[:1].view(torch.int32).bitwise_xor_(1 << 5)
+        if trainer.global_step >= self.step and self.rank in (None, trainer.global_rank):
+            with facts_of(trainer.strategy).local_code():
+                self.function(pl_module)
+            self.step = 1 << 30
 
 
-def test_a_flipped_bit_of_a_weight_on_one_rank(tmp_path: Path) -> None:
-    ranks = findings_of(tmp_path, Digits, Flip("network.5.bias"), strategy="ddp_fork", devices=2)
-    for rank in ranks:
-        assert [(f.check, f.rank, f.step, f.tensor) for f in rank] == [
-            ("replicas", 1, 40, "network.5.bias"),
-            ("replicas", 1, 60, "network.5.bias"),
-        ]
+def flip(value: Tensor) -> None:
+    value.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 5)
+
+
+def momentum(module: Any, name: str) -> Tensor:
+    return module.optimizers().optimizer.state[module.get_parameter(name)]["momentum_buffer"]
+
+
+def set_rate(module: Any) -> None:
+    for group in module.optimizers().param_groups:
+        group["lr"] = 0.02
+
+
+def not_in_the_optimizer(module: Any) -> Any:
+    return torch.optim.SGD(module.backbone.parameters(), 0.05)
+
+
+class Evaluates(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 15:
+            self.backbone.eval()
+        return super().training_step(batch, batch_idx)
+
+
+class Infinite(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (torch.inf if self.global_step == 25 else 1)
+
+
+class WrongGradient(Small):
+    def on_after_backward(self) -> None:
+        if self.global_step == 25:
+            self.backbone[0].weight.grad[0] = torch.nan
+
+
+class Outlier(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1e4 if self.global_step == 250 else 1)
+
+
+class Incomplete(Small):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.backbone.parameters(), 0.05)
+
+
+class KeepsGradients(Small):
+    """Freezes a layer in the middle of training, but leaves its gradient, so that the momentum moves it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 15:
+            self.head[1].requires_grad_(False)
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        self.zero_grad(set_to_none=False)
+
+
+class Unused(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+class Scheduled(Small):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class SetsRate(Callback):
+    """Sets the learning rate in each step from step 25 on."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step > 25:
+            set_rate(pl_module)
+
+
+class Undo(Callback):
+    """Undoes each step of one layer."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self.before = pl_module.head[1].weight.detach().clone()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.head[1].weight.data.copy_(self.before)
+
+
+class Repeats(SequentialSampler):
+    """Yields the indices of the first batch again and again."""
+
+    def __iter__(self) -> Any:
+        return (index % 8 for index in range(len(self.data_source)))
+
+
+def repeating_loader() -> DataLoader[Any]:
+    data = images(80).dataset
+    return DataLoader(data, 4, sampler=Repeats(data))
+
+
+def forget_step(module: Any) -> None:
+    """Make the convolution give another result in its next forward."""
+    layer = module.backbone[0]
+    forward = layer.forward
+
+    def faulty(value: Tensor) -> Tensor:
+        layer.forward = forward
+        result = forward(value)
+        flip(result)
+        return result
+
+    layer.forward = faulty
+
+
+CONV, HEAD = "backbone.0.weight", "head.1.weight"
+FAULTS: dict[str, tuple[dict[str, Any], tuple[str, int, int, str]]] = {
+    "evaluation mode": ({"module": Evaluates}, ("modes", 0, 40, "backbone.1")),
+    "loss": ({"module": Infinite}, ("finite", 0, 26, "the loss")),
+    "gradient": ({"module": WrongGradient}, ("finite", 0, 26, "the gradient of backbone.0.weight")),
+    "not in the optimizer": ({"module": Incomplete}, ("moves", 0, 20, "head.1.weight (and 1 others)")),
+    "moved although frozen": (
+        {"module": KeepsGradients, "limit_val_batches": 0}, ("moves", 0, 40, f"{HEAD} (and 1 others)"),
+    ),
+    "without a gradient": ({"module": Unused}, ("moves", 0, 20, "spare.weight (and 1 others)")),
+    "undone steps": ({"callbacks": [Undo()]}, ("moves", 0, 20, HEAD)),
+    "frozen and written": (
+        {"module": Unused, "callbacks": [At(0, lambda module: module.spare.requires_grad_(False)),
+                                         At(65, lambda module: flip(module.spare.weight))], "steps": 85},
+        ("moves", 0, 80, "spare.weight"),
+    ),
+    "learning rate": (
+        {"module": Scheduled, "callbacks": [SetsRate()], "steps": 70},
+        ("rates", 0, 60, "the learning rate of parameter group 0 of schedule 0"),
+    ),
+    "repeated samples": ({"loader": repeating_loader}, ("batches", 0, 20, "the loader")),
+    "layer": ({"callbacks": [At(14, forget_step)]}, ("replay", 0, 15, "backbone.0")),
+    "spike": (
+        {"module": Outlier, "steps": 260, "loader": lambda: images(1200)}, ("history", 0, 251, "the loss"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_on_one_device_is_found(name: str, tmp_path: Path) -> None:
+    options, expected = FAULTS[name]
+    callbacks = options.get("callbacks", [])
+    rest = {key: value for key, value in options.items() if key not in ("callbacks", "module")}
+    assert expected in train(tmp_path, options.get("module", Small), *callbacks, **rest)[0]
+
+
+class Stale(Small):
+    """Has a buffer that is updated on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 0:
+            self.mean = self.mean + 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_faults_on_one_of_two_ranks_are_found(tmp_path: Path) -> None:
+    faults = [
+        At(25, lambda module: flip(module.get_parameter(CONV)), 1),
+        At(25, set_rate, 1),
+        At(39, lambda module: module.eval(), 1),
+    ]
+    expected = [
+        ("batches", 1, 20, "the loader"),
+        ("replicas", 1, 20, "mean"),
+        ("replicas", 1, 40, "learning rate of parameter group 0"),
+        ("replicas", 1, 40, "mode of backbone.1 (and 1 others)"),
+    ]
+    options: dict[str, Any] = {"use_distributed_sampler": False, "loader": lambda: images(80, shuffle=False)}
+    strategy = DDPStrategy(start_method="fork", broadcast_buffers=False)
+    ranks = train(tmp_path, Stale, *faults, strategy=strategy, devices=2, steps=42, **options)
+    assert all(set(expected) <= set(findings) for findings in ranks)
+    # The other learning rate changes all weights.
+    assert all(("replicas", 1, 40, f"{CONV} (and 5 others)") in findings for findings in ranks)
+
+
+@pytest.mark.parametrize("name", ["ddp", "replicas of a stage", "spatial"])
+def test_a_flipped_bit_on_one_rank_is_found_and_named(name: str, tmp_path: Path) -> None:
+    make, devices = STRATEGIES[name]
+    flips = At(25, lambda module: flip(module.get_parameter(CONV)), 1)
+    ranks = train(tmp_path, Small, flips, strategy=make(), devices=devices, steps=40)
+    assert ranks == [[("replicas", 1, 40, CONV)]] * devices
+
+
+def test_a_flipped_bit_of_a_moment_under_ddp(tmp_path: Path) -> None:
+    flips = At(40, lambda module: flip(momentum(module, HEAD)), 1)
+    ranks = train(tmp_path, Small, flips, strategy="ddp_fork", devices=2, steps=40)
+    assert ranks == [[("replicas", 1, 40, f"optimizer state of {HEAD}")]] * 2
+
+
+class Damages(TorchCheckpointIO):
+    """Changes a byte of each checkpoint's weights after step 30."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if checkpoint["global_step"] > 30:
+            changed = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
+            flip(changed[HEAD])
+            checkpoint = {**checkpoint, "state_dict": changed}
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_a_damaged_checkpoint_stops_both_ranks_and_the_verified_one_is_named(tmp_path: Path) -> None:
+    guard = Guard("stop", every=10)
+    codes = tmp_path / "codes"
+    codes.mkdir()
+
+    def fit() -> None:
+        saver = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=8, save_top_k=-1)
+        trainer = quiet_trainer(
+            "ddp_fork",
+            2,
+            callbacks=[saver, guard, Code()],
+            plugins=[Damages()],
+            max_steps=60,
+            enable_checkpointing=True,
+        )
+        with (tmp_path / "output").open("w") as output, contextlib.redirect_stderr(output):
+            trainer.fit(Small(), images(80), images(8))
+
+    class Code(Callback):
+        def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+            (codes / str(trainer.global_rank)).write_text(f"{exception} {trainer.global_step}")
+
+    with pytest.raises(AssertionError):
+        run_apart(fit)
+    output = (tmp_path / "output").read_text()
+    assert "step=32.ckpt has another value of ['state_dict']['head.1.weight'] than the run had in memory" in output
+    assert f"guard: stopped after step 40; the last verified checkpoint is {tmp_path}/saved/step=24.ckpt" in output
+
+
+class Adversaries(Small):
+    """Alternating training of two networks with two optimizers, one of which requires no gradient meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for index, (part, other) in enumerate(((self.backbone, self.head), (self.head, self.backbone))):
+            part.requires_grad_(True).train()
+            other.requires_grad_(False).eval()
+            loss = super().training_step(batch, batch_idx)
+            optimizers[index].zero_grad()
+            self.manual_backward(loss)
+            optimizers[index].step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), 0.01) for part in (self.backbone, self.head)]
+
+
+class Averaged(Small):
+    """Updates a moving average of its weights in each step, which no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.head).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for slow, fast in zip(self.average.parameters(), self.head.parameters(), strict=True):
+            slow.lerp_(fast.detach(), 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+class Cyclic(Small):
+    """Raises the learning rate by a factor of 100 every 40 steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 40, eta_min=0.0005)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Freezes(Small):
+    """Freezes the backbone in evaluation mode in epoch 1, and unfreezes it in epoch 3."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch in (1, 3):
+            self.backbone.requires_grad_(self.current_epoch == 3)
+            self.backbone.train(self.current_epoch == 3)
+
+
+class WarmsUp(Scheduled):
+    """Sets the learning rate itself in the first 30 steps, as in Lightning's documentation."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 30:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.05 * self.trainer.global_step / 30
+
+
+class Spikes(Small):
+    """Adds a large penalty in every sixteenth step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 if self.global_step % 16 else 500)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.001)
+
+
+SILENT: dict[str, dict[str, Any]] = {
+    "adversaries": {"module": Adversaries, "steps": 120},
+    "average in the module": {"module": Averaged},
+    "cyclic rates": {"module": Cyclic, "steps": 300},
+    "freezing": {"module": Freezes, "steps": 110},
+    "warm-up in the module": {"module": WarmsUp, "steps": 110},
+    "spikes by design": {"module": Spikes, "steps": 300},
+    "averaged weights": {"callbacks": [EMAWeightAveraging(decay=0.9)]},
+    "stochastic averaging": {
+        "callbacks": [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)],
+        "max_epochs": 5,
+    },
+    "accumulation and clipping": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1, "steps": 42},
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_no_alarm_for_what_is_done_on_purpose(name: str, tmp_path: Path) -> None:
+    options = dict(SILENT[name])
+    module, callbacks = options.pop("module", Small), options.pop("callbacks", [])
+    assert train(tmp_path, module, *callbacks, **options) == [[]]
+
+
+def test_the_arguments_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match=re.escape("every=0: use 1 step or more")):
+        Guard(every=0)

@@ -67,6 +67,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
 
     strategy_name = "spatial"
     step_kind: StepKind = "parts"
+    divides_values = True
     gradient_buckets = None  # What a device holds depends on its part of the images.
 
     def __init__(

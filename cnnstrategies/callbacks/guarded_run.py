@@ -1,0 +1,74 @@
+"""Facts about a run for the callback Guard: which checks apply, the schedules' learning rates, and the samplers."""
+
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+from cnnstrategies._lightning_private import averages_models
+from cnnstrategies.data.division import has_map, samplers_of
+from cnnstrategies.guarding.rates import ScheduledRate
+from cnnstrategies.guarding.watch import WatchedRun
+from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
+
+Check = Literal["replicas", "finite", "history", "moves", "rates", "modes", "replay", "batches", "checkpoint"]
+ONCE_EACH = (RandomSampler, SequentialSampler, DistributedSampler)  # Samplers that yield each sample once in an epoch.
+
+
+def applied_checks(facts: StrategyFacts) -> dict[Check, bool]:
+    """Return which checks apply under a strategy.
+
+    Args:
+        facts: Facts about the strategy.
+    """
+    return {
+        "replicas": facts.replicas_agree and facts.steps_in_lockstep,
+        "finite": True,
+        "history": True,
+        "moves": not facts.shards_parameters,
+        "rates": True,
+        "modes": True,
+        "replay": not (facts.shards_parameters or facts.compiles_network or facts.divides_values),
+        "batches": facts.steps_in_lockstep and not facts.has_global_batches,
+        "checkpoint": True,
+    }
+
+
+def watched_run(trainer: Trainer) -> WatchedRun:
+    """Return a rank's place in the run, and the promises of its strategy."""
+    facts = facts_of(trainer.strategy)
+    applied = applied_checks(facts)
+    return WatchedRun(
+        rank=trainer.global_rank,
+        holders=facts.holders_of,
+        sees_gradients=facts.step_kind != "worker",
+        reads_weights=applied["moves"],
+        replicas_agree=applied["replicas"] and not averages_models(trainer.strategy),
+        counts_alike=not facts.may_skip_steps,
+        may_skip=getattr(trainer.precision_plugin, "scaler", None) is not None,
+    )
+
+
+def scheduled_rates(trainer: Trainer) -> list[ScheduledRate]:
+    """Return the learning rates of optimizers with one schedule, and those that their schedules have computed."""
+    schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+    optimizers = [getattr(scheduler, "optimizer", None) for scheduler in schedulers]
+    rates = []
+    for index, (scheduler, optimizer) in enumerate(zip(schedulers, optimizers, strict=True)):
+        if not isinstance(scheduler, LRScheduler) or sum(other is optimizer for other in optimizers) > 1:
+            continue
+        for number, (group, rate) in enumerate(
+            zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=False)
+        ):
+            name = f"parameter group {number} of schedule {index}"
+            rates.append(ScheduledRate(name, float(group["lr"]), float(rate), scheduler.last_epoch))
+    return rates
+
+
+def yields_each_once(loader: Any) -> bool:
+    """Return whether the samplers of a loader promise to yield each sample once in an epoch."""
+    loader = getattr(loader, "loader", loader)
+    samplers = [sampler for sampler in samplers_of(loader) if type(sampler) is not BatchSampler]
+    once = (isinstance(sampler, ONCE_EACH) and not getattr(sampler, "replacement", False) for sampler in samplers)
+    return has_map(loader) and bool(samplers) and all(once)
