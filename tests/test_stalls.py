@@ -21,7 +21,12 @@ from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.runtime import stalls
 from cnnstrategies.runtime.stalls import RankPosition, line_about, position_in
-from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, SpatialStrategy
+from cnnstrategies.strategies import (
+    BalancedDDPStrategy,
+    HybridPipelineStrategy,
+    ParameterServerStrategy,
+    SpatialStrategy,
+)
 
 HOST = socket.gethostname()
 
@@ -141,3 +146,30 @@ def test_a_stalled_rank_is_named_once_and_the_run_goes_on(
         assert "in on_train_batch_start; stacks of the ranks: " in line
         assert "time.sleep(0.02)" in next(Path().rglob("stalls/rank-1.txt")).read_text()
     assert f"rank {1 - rank}" not in line
+
+
+def train_with_servers() -> None:
+    tell = stalls.WorkerStallWatch.tell
+
+    def tell_and_continue(self: Any, *arguments: Any) -> None:
+        tell(self, *arguments)
+        Path("told").touch()
+
+    stalls.WorkerStallWatch.tell = tell_and_continue  # type: ignore[method-assign]
+    data = TensorDataset(torch.rand(128, 1, 8, 8), torch.zeros(128, dtype=torch.int64))
+    strategy = ParameterServerStrategy(start_method="fork")
+    trainer = quiet_trainer(strategy, 2, callbacks=[Stalls(1, stops=False)], max_epochs=1)
+    with ends_together(trainer, Interconnect()):
+        trainer.fit(ImageClassifier(PlainCNN(), num_classes=10), DataLoader(data, batch_size=8))
+
+
+def test_a_worker_that_stalls_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"POLL": 0.05, "SHORTEST": 1.0, "MULTIPLE": 0.0}.items():
+        monkeypatch.setattr(stalls, name, seconds)
+    code, output = run_forked(train_with_servers, timeout=100)
+    assert code == 0, output
+    (line,) = [line for line in output.splitlines() if line.startswith("no batch has begun or ended for ")]
+    assert f"worker 1 (process {Path('rank').read_text()} on {HOST}) does not wait for other processes, but is" in line
+    assert "is at test_stalls.py:" in line
+    assert "in on_train_batch_start; its stack: " in line
+    assert "time.sleep(0.02)" in next(Path().rglob("stalls/rank-1.txt")).read_text()

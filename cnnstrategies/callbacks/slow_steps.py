@@ -98,6 +98,10 @@ class SlowLines(Callback):
         self._clock: HostClock | None = None
         self._handles: list[RemovableHandle] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without measurements, because a copy of a trainer does not measure."""
+        return {"_clock": None, "_handles": []}
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class

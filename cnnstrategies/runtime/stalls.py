@@ -14,6 +14,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -125,29 +126,28 @@ def _name(member: RankPosition) -> str:
     return f"rank {member.rank} (process {member.process} on {member.host})"
 
 
-class StallWatch:
-    """Thread that reports a stall of the run.
+class MoveWatch(ABC):
+    """Thread that knows when the training thread of this process has last begun or ended a batch.
 
     Args:
-        store: Store that all ranks use, and no other object.
         rank: This rank.
-        world_size: Number of ranks.
-        folder: Folder in which each rank writes its stack if the run stalls.
+        folder: Folder in which the rank writes its stack if the run stalls.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, folder: Path) -> None:
-        self._store = store
+    def __init__(self, rank: int, folder: Path) -> None:
         self._rank = rank
-        self._world_size = world_size
         self._folder = folder
         self._training_thread = threading.get_ident()
         self._moved = time.monotonic()
         self._count = 0
         self._longest = 0.0
-        self._reported = -1  # Value of `_count` in the stall that this rank has asked about or answered.
+        self._reported = -1  # Value of `_count` in the stall that this rank has asked about, answered or reported.
         self._closing = threading.Event()
-        self._members: dict[int, RankPosition] = {}
+
+    def start(self) -> Self:
+        """Start the thread, and return this object."""
         threading.Thread(target=self._watch, name="stall watch", daemon=True).start()
+        return self
 
     def move(self) -> None:
         """Record that this rank begins or ends a batch."""
@@ -161,6 +161,69 @@ class StallWatch:
         """End the thread."""
         self._closing.set()
 
+    @abstractmethod
+    def _watch(self) -> None:
+        """Look for stalls until the thread is ended."""
+
+    def _is_late(self, seconds: float) -> bool:
+        """Return whether the last begin or end of a batch is too long ago, and was not reported yet."""
+        limit = BEGINNING if self._count <= FIRST else max(SHORTEST, MULTIPLE * self._longest)
+        return seconds > limit and self._reported != self._count
+
+    def _stack(self) -> traceback.StackSummary:
+        return traceback.extract_stack(sys._current_frames().get(self._training_thread))  # noqa: SLF001  # Python documents it.
+
+    def _write(self, stack: traceback.StackSummary) -> None:
+        """Write the stack of the training thread to this rank's file."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / f"rank-{self._rank}.txt").write_text("".join(traceback.format_list(stack)))
+
+
+class WorkerStallWatch(MoveWatch):
+    """Thread that reports a stall of this worker of parameter servers, if the worker does not wait for others.
+
+    The coordinator notices processes that are stopped. A worker that hangs in the user's code still sends heartbeats,
+    and only the worker itself knows where it is.
+    """
+
+    def _watch(self) -> None:
+        while not self._closing.wait(POLL):
+            seconds, count = time.monotonic() - self._moved, self._count
+            if self._is_late(seconds):
+                stack = self._stack()
+                place, waits = position_in(stack)
+                if not waits:
+                    self._reported = count
+                    self._write(stack)
+                    self.tell(place, seconds)
+
+    def tell(self, place: str, seconds: float) -> None:
+        """Print the line about the stall."""
+        worker = f"worker {self._rank} (process {os.getpid()} on {socket.gethostname()})"
+        print(
+            f"no batch has begun or ended for {seconds:.0f} s: {worker} does not wait for other processes, but is at "
+            f"{place}; its stack: {self._folder}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class StallWatch(MoveWatch):
+    """Thread that reports a stall of the run.
+
+    Args:
+        store: Store that all ranks use, and no other object.
+        rank: This rank.
+        world_size: Number of ranks.
+        folder: Folder in which each rank writes its stack if the run stalls.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, folder: Path) -> None:
+        super().__init__(rank, folder)
+        self._store = store
+        self._world_size = world_size
+        self._members: dict[int, RankPosition] = {}
+
     def _watch(self) -> None:
         # The store is lost if the process that serves it has ended, and `FailureWatch` reports that.
         with contextlib.suppress(RuntimeError, ValueError):
@@ -170,9 +233,8 @@ class StallWatch:
             while not self._closing.wait(POLL):
                 if len(self._members) < self._world_size:
                     self._members = self._read("member")
-                limit = BEGINNING if self._count <= FIRST else max(SHORTEST, MULTIPLE * self._longest)
                 seconds = time.monotonic() - self._moved
-                is_late = seconds > limit and self._reported != self._count
+                is_late = self._is_late(seconds)
                 # A store that was stopped never replies. Usually rank 0 serves it.
                 is_asked = within(ANSWER, partial(self._store.check, [f"asked {number}"]), None)
                 before, began = began, time.monotonic()
@@ -209,9 +271,8 @@ class StallWatch:
 
     def _answer(self) -> str:
         """Write the stack of the training thread to this rank's file, and return the answer of this rank."""
-        stack = traceback.extract_stack(sys._current_frames().get(self._training_thread))  # noqa: SLF001  # Python documents it.
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / f"rank-{self._rank}.txt").write_text("".join(traceback.format_list(stack)))
+        stack = self._stack()
+        self._write(stack)
         return self._encoded(*position_in(stack))
 
     def _encoded(self, place: str, waits: bool) -> str:

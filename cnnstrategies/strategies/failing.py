@@ -25,7 +25,7 @@ from cnnstrategies.runtime.failure_store import FailureStore, RankFailure
 from cnnstrategies.runtime.failure_watch import FailureWatch
 from cnnstrategies.runtime.memory_records import exit_at_once
 from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_of_memory, line_of
-from cnnstrategies.runtime.stalls import StallWatch
+from cnnstrategies.runtime.stalls import MoveWatch, StallWatch, WorkerStallWatch
 from cnnstrategies.strategies.meeting import MeetingDDPStrategy
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -59,7 +59,7 @@ class FailTogether(Callback):
         self.cause: BaseException | None = None
         self._explain = explain
         self._watch: FailureWatch | None = None
-        self._stalls: StallWatch | None = None
+        self._stalls: MoveWatch | None = None
         self._first: RankFailure | None = None
         self._is_rank = False
 
@@ -78,14 +78,17 @@ class FailTogether(Callback):
         self.cause = None
         if self._watch is not None or trainer.world_size == 1 or not dist.is_initialized():
             return
-        # The coordinator of the parameter servers watches its workers itself, and their process group has no store.
-        if not facts_of(trainer.strategy).connects_hosts:
-            call, rank = next(_calls), trainer.global_rank
-            store = FailureStore(default_store(), call, trainer.world_size)
-            self._watch = FailureWatch(store, rank, partial(self._end, trainer))
-            places = PrefixStore(f"cnnstrategies_stalls_{call}", default_store())
-            folder = Path(trainer.default_root_dir, "stalls")
-            self._stalls = StallWatch(places, rank, trainer.world_size, folder)
+        rank, folder = trainer.global_rank, Path(trainer.default_root_dir, "stalls")
+        if facts_of(trainer.strategy).connects_hosts:
+            # The coordinator of the parameter servers watches its workers itself, and their process group has no store.
+            self._stalls = self._stalls or WorkerStallWatch(rank, folder).start()
+            return
+        call = next(_calls)
+        self._watch = FailureWatch(
+            FailureStore(default_store(), call, trainer.world_size), rank, partial(self._end, trainer)
+        )
+        places = PrefixStore(f"cnnstrategies_stalls_{call}", default_store())
+        self._stalls = StallWatch(places, rank, trainer.world_size, folder).start()
 
     def close(self) -> None:
         """End the watch, because this process leaves the trainer."""
