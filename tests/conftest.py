@@ -27,7 +27,7 @@ from torch import nn
 
 # Imported once, because all tests are forked from this process, and so are the programs that `warm` tests start.
 from cnnstrategies import cli
-from cnnstrategies.callbacks import summary
+from cnnstrategies.callbacks import picture_drawing, pictures, summary
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -265,10 +265,11 @@ def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Run the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
 
-    The process is forked so that Lightning is imported only once. Curves are not drawn, because drawing takes longer
-    than most of these runs; `test_training_callbacks.py` tests them.
+    The process is forked so that Lightning is imported only once. Curves and pictures are not drawn, because drawing
+    takes longer than most of these runs; `test_training_callbacks.py` and `test_pictures.py` test them.
     """
     monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
+    leave_undrawn(monkeypatch)
 
     def run(*args: object) -> tuple[int, str]:
         def command() -> None:
@@ -278,6 +279,13 @@ def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
         return run_forked(command)
 
     return run
+
+
+def leave_undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create empty files instead of an evaluation's pictures. The tables are written."""
+    for name in [name for name in vars(picture_drawing) if name.startswith("draw_")]:
+        monkeypatch.setattr(picture_drawing, name, lambda *arguments: arguments[-1].touch())
+    monkeypatch.setattr(pictures, "log_pictures", lambda *_: None)
 
 
 @pytest.fixture

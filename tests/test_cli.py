@@ -37,6 +37,8 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     assert "Training summary" in output
     assert "samples/s" in output
     assert str(CHECKPOINTS / "best.ckpt") in output
+    drawn = {str(log_dir / "pictures" / name) for name in ("val_confusion_matrix.png", "val_mistakes.csv")}
+    assert drawn <= set(output.split()), "the summary names the pictures"
     last = torch.load(CHECKPOINTS / "last.ckpt", weights_only=True)
     assert last["epoch"] == 1
     model = ImageClassifier.load_from_checkpoint(CHECKPOINTS / "best.ckpt", weights_only=True)
@@ -50,6 +52,8 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
         code, output = run_cli("validate", *quick, *options, best)
         assert code == 0, output
         assert "val_acc" in output
+        assert "Validation summary" in output
+        assert re.search(r"pictures +(runs\S+)/val_confusion_matrix.png", output)
         code, output = run_cli("predict", *quick, *options, best, f"--predictions.output={name}.csv")
         assert code == 0, output
         with open(f"{name}.csv", newline="") as file:
@@ -68,6 +72,15 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     assert code == 0, output
     accuracy = sum(row["class"] == target for row, target in zip(rows["two"], _test_targets(), strict=True)) / 359
     assert float(re.search(r"test_acc\s*│\s*([\d.]+)", output)[1]) == pytest.approx(accuracy, abs=1e-6)
+    folder = Path(re.search(r"pictures +(\S+)/test_confusion_matrix.png", output)[1])
+    with open(folder / "test_mistakes.csv", newline="") as file:
+        mistakes = list(csv.DictReader(file))
+    wrong = [row for row, target in zip(rows["two"], _test_targets(), strict=True) if row["class"] != target]
+    assert {row["sample"] for row in mistakes} <= {f"image {row['sample']}" for row in wrong}
+    assert len(mistakes) == min(len(wrong), 16)
+    code, output = run_cli("test", *quick, *one_process, best, "--pictures=false")
+    assert code == 0, output
+    assert "pictures" not in output
 
     code, output = run_cli("quantize", *quick, best, "--output=int8.pt2")
     assert code == 0, output

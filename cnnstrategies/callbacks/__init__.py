@@ -8,6 +8,7 @@ from cnnstrategies.callbacks.first_batch import FirstBatch
 from cnnstrategies.callbacks.from_configuration import FromConfiguration
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.guard import Guard
+from cnnstrategies.callbacks.pictures import Pictures
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.pruning import Pruning
 from cnnstrategies.callbacks.slow_steps import SlowLines
@@ -27,6 +28,7 @@ __all__ = [
     "FromConfiguration",
     "GracefulStop",
     "Guard",
+    "Pictures",
     "PredictionWriter",
     "Pruning",
     "SampleWeights",

@@ -21,9 +21,13 @@ from cnnstrategies.strategies.protocol import facts_of
 History = Mapping[int, Mapping[str, float]]
 PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of the metrics' names. Values: titles of the plots.
 
+EVALUATIONS = {"validate": "Validation summary", "test": "Test summary"}
+
 
 class TrainingSummary(Callback):
     """Callback that records the metrics of every epoch, and on rank 0 prints a summary at the end of fit.
+
+    Callbacks with a method ``summary_rows`` add rows to the summary, which ``validate`` and ``test`` print as well.
 
     The metrics' curves are saved as ``curves.png`` in the log directory. Without a logger they are not drawn. The
     recorded metrics are saved in checkpoints, so that the curves of a resumed run begin at the first epoch.
@@ -54,7 +58,14 @@ class TrainingSummary(Callback):
             path = Path(log_dir) / "curves.png"
             draw_curves(self.history, path)
             rows.append(("curves", relative(str(path))))
-        print_table("Training summary", rows)
+        print_table("Training summary", rows + rows_of_callbacks(trainer))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Below Lightning's table of the metrics.
+        rows = rows_of_callbacks(trainer) if stage in EVALUATIONS and trainer.is_global_zero else []
+        if rows:
+            print_table(EVALUATIONS[stage], rows)
 
     def _rows(self, trainer: Trainer) -> list[tuple[str, str]]:
         rows = []
@@ -81,6 +92,12 @@ class TrainingSummary(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = state_dict["history"]
+
+
+def rows_of_callbacks(trainer: Trainer) -> list[tuple[str, str]]:
+    """Return the summary's rows of the callbacks that have a method ``summary_rows``."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+    return [row for callback in callbacks for row in getattr(callback, "summary_rows", list)()]
 
 
 def peak_bytes(trainer: Trainer) -> list[int]:

@@ -31,7 +31,8 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from cnnstrategies import ImageClassifier, ImageSegmenter
-from cnnstrategies.callbacks import ActivationCheckpointing, GracefulStop, StepProfile, graceful_stop
+from cnnstrategies.callbacks import ActivationCheckpointing, GracefulStop, Pictures, StepProfile, graceful_stop
+from cnnstrategies.callbacks.picture_counts import counts_for
 from cnnstrategies.strategies import SpatialStrategy
 
 CLASSES = 5
@@ -74,6 +75,19 @@ class OwnModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class MaskPictures(Pictures):
+    """Counts as for pictures, and keeps the integers instead of drawing them."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.counts = counts_for(pl_module, (3, HEIGHT, WIDTH))
+        self.kept: dict[str, Tensor] = {}
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._last is not None
+        self.kept = {name: self._last.states[name] for name in ("confusion", "masks")}
+        assert all(state.any() for state in self.kept.values())
 
 
 def images_with(maps: bool) -> TensorDataset:
@@ -158,7 +172,7 @@ PROGRAMS = {
     ),
     "segmenter": Program(
         lambda: ImageSegmenter(UNet("bilinear", classes=CLASSES), CLASSES, SGD, channels_last=True),
-        images_with_maps, {"callbacks": [WeightAveraging()]},
+        images_with_maps, {"callbacks": [WeightAveraging(), MaskPictures()]},
     ),
     "volumes": Program(volume_segmenter, lambda: volumes().Balls(0, 4, 17)),
 }  # fmt: skip
@@ -189,6 +203,8 @@ def train(name: str, strategy: Any, devices: int) -> dict[str, Tensor]:
         with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
             for row, values in enumerate(csv.DictReader(file)):
                 result |= {f"written {key} {row}": torch.tensor(float(value)) for key, value in values.items() if value}
+    for callback in program.trainer.get("callbacks", ()):
+        result |= {f"counted {name}": state for name, state in getattr(callback, "kept", {}).items()}
     for name in program.then:
         returned = getattr(trainer, name)(
             module, DataLoader(data, 4), **({} if name == "predict" else {"verbose": False})

@@ -9,7 +9,7 @@ from typing import Any
 import digit_commands
 import pytest
 import torch
-from conftest import PlainCNN
+from conftest import PlainCNN, leave_undrawn
 from digit_commands import COMMON, checkpoint
 from digit_runs import ADAMW, assert_same_run, load, logged, train
 from fault_injection import fault_arguments
@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 
-from cnnstrategies.callbacks import SampleWeights
+from cnnstrategies.callbacks import Pictures, SampleWeights
 from cnnstrategies.callbacks.traffic import ServerTraffic
 from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
@@ -197,16 +197,21 @@ def test_validation_is_left_out_of_measured_steps(monkeypatch, tmp_path):
     assert notes == [f"{step} {step % 3 == 0}" for step in range(12)], "only the first worker chooses"
 
 
-def test_weight_averages_early_stopping_and_the_best_checkpoint_equal_one_process():
+def test_weight_averages_early_stopping_the_best_checkpoint_and_pictures_equal_one_process(monkeypatch):
+    leave_undrawn(monkeypatch)
     runs = []
     for name, *where in (("single", "auto", 1), ("served", served(), 2)):
         best = ModelCheckpoint(Path(name).resolve(), "best", monitor="val_loss", mode="min")
         stops = EarlyStopping("val_loss", patience=1, min_delta=0.2)
-        last = train(name, *where, callbacks=[EMAWeightAveraging(decay=0.8), best, stops], max_epochs=12)
+        watching = [EMAWeightAveraging(decay=0.8), best, stops, Pictures()]
+        last = train(name, *where, callbacks=watching, max_epochs=12)
         runs.append((last, load(name, "best.ckpt")["epoch"]))
     (single, best_of_one), (several, best_of_several) = runs
     assert single["epoch"] == several["epoch"] < 11
     assert best_of_one == best_of_several
+    tables = [Path(name, "pictures/val_classes.csv").read_text().splitlines() for name in ("single", "served")]
+    assert tables[0] == tables[1]
+    assert sum(int(line.split(",")[1]) for line in tables[0][1:]) == 70
     # The average starts from weights before Lightning converts the module to float64.
     assert_same_run(several, single, rtol=1e-5)
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import digit_runs
 import pytest
 import torch
-from conftest import PlainCNN
+from conftest import PlainCNN, leave_undrawn
 from digit_runs import assert_same_run, logged, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_balanced import DealAtRandom, PlainDigits
 
+from cnnstrategies.callbacks import Pictures
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.strategies import HybridPipelineStrategy
 
@@ -30,15 +31,21 @@ def drawn(count):
 
 
 @pytest.mark.parametrize(("samples", "accumulated"), [(58, 2)])
-def test_any_shares_of_replicas_train_the_weights_of_one_process(samples, accumulated):
+def test_any_shares_of_replicas_train_the_weights_of_one_process(monkeypatch, samples, accumulated):
     """The last batch of 350 images has two images, accumulated one by one, so two of three replicas have no image."""
+    leave_undrawn(monkeypatch)
     common = {"data": {"global_batch_size": samples}, "max_epochs": 1}
-    single = train("one", **common)
-    common |= {"callbacks": [DealAtRandom(torch.initial_seed() % 1000)], "accumulate_grad_batches": accumulated}
+    single = train("one", callbacks=[Pictures()], **common)
+    common |= {"accumulate_grad_batches": accumulated}
+    common["callbacks"] = [DealAtRandom(torch.initial_seed() % 1000), Pictures()]
     assert_same_run(train("dealt", piped(drawn(4)), 4, **common), single, 1e-12)
     validated = [[row["val_loss"] for row in logged(name) if "val_loss" in row] for name in ("dealt", "one")]
     assert validated[0] == pytest.approx(validated[1], rel=1e-6)
     assert validated[0]
+    for table in ("val_classes.csv", "val_mistakes.csv"):
+        counted = [Path(name, "pictures", table).read_text() for name in ("dealt", "one")]
+        assert counted[0] == counted[1]
+        assert len(counted[0].splitlines()) > 10
 
 
 @pytest.mark.cluster  # This test takes long.

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from cnnstrategies import ImageClassifier, cli
-from cnnstrategies.callbacks import GracefulStop, graceful_stop
+from cnnstrategies.callbacks import GracefulStop, Pictures, graceful_stop
+from cnnstrategies.callbacks.picture_counts import counts_for
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
 from cnnstrategies.spatial import gradient_sums
@@ -153,6 +154,18 @@ class Waits(Callback):
         torch.save(waits, f"waits{trainer.global_rank}")  # A parameter server's worker is another process.
 
 
+class CountsForPictures(Pictures):
+    """Counts as for pictures, although the run has no logger and therefore does not draw them."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.counts = counts_for(pl_module, None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.counts is not None and self.counts.update_called:
+            assert self._last is not None
+            assert self._last.states["confusion"].sum() == self._last.states["bins"][0].sum() > 0
+
+
 def _check_stopwatches(trainer: Trainer) -> None:
     """Check that the stopwatches for shares measure the device's time: an event of a simulated GPU takes 1 ms."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -249,7 +262,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         accelerator="gpu" if kind == "cuda" else "cpu",
         max_epochs=1,
         limit_train_batches=case.steps,
-        callbacks=[waits := Waits(), *[GracefulStop()] * case.is_graceful],
+        callbacks=[waits := Waits(), CountsForPictures(), *[GracefulStop()] * case.is_graceful],
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
         gradient_clip_val=case.clip,

@@ -24,6 +24,7 @@ ROOTS: dict[str, str | None] = {
     "data": None,
     "checkpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
     "predictions": "cnnstrategies.callbacks.PredictionWriter",
+    "pictures": None,
     "stop": "cnnstrategies.callbacks.GracefulStop",
     "cluster": "cnnstrategies.cluster.options.ClusterOptions",
     "interconnect": "cnnstrategies.cluster.hosts.Interconnect",

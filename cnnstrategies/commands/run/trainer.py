@@ -22,6 +22,7 @@ from cnnstrategies.callbacks import (
     FromConfiguration,
     GracefulStop,
     Guard,
+    Pictures,
     PredictionWriter,
     SamplesPerSecond,
     SampleWeights,
@@ -137,6 +138,13 @@ def add_sections(parser: LightningArgumentParser) -> None:
         }
     )
     parser.add_class_arguments(PredictionWriter, "predictions")
+    parser.add_argument(
+        "--pictures",
+        type=bool,
+        default=True,
+        help="Whether fit, validate and test draw pictures of the evaluation: confusion matrix, calibration, worst "
+        "mistakes and masks, see the callback Pictures.",
+    )
     parser.add_class_arguments(GracefulStop, "stop")
     # Only `submit` reads the section `cluster`. `fit` ignores it, so that both commands can use the same file.
     parser.add_class_arguments(ClusterOptions, "cluster")
@@ -186,6 +194,7 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         SamplesPerSecond(),
         ServerTraffic(),
         SampleWeights(),
+        *([Pictures()] if config.pictures else []),
         TrainingSummary(),
         config.predictions,
         config.stop,

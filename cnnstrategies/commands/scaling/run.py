@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import saves_in_epoch
 from cnnstrategies._torch_private import READ, OperationMode
-from cnnstrategies.callbacks import SlowLines, StartPanel, TrainingSummary
+from cnnstrategies.callbacks import Pictures, SlowLines, StartPanel, TrainingSummary
 from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, prefetched, sum_alone
@@ -44,7 +44,10 @@ MOST_READY = 32
 # Class names of the loggers that send runs to a server, which a measured run leaves out.
 REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
 # Classes of callbacks that a measured run leaves out.
-LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback, SlowLines, StartPanel, TrainingSummary)
+LEFT_OUT = (
+    *(Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback),
+    *(Pictures, SlowLines, StartPanel, TrainingSummary),
+)
 
 
 class ScalingControl(StepControl):

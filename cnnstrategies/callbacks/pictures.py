@@ -1,0 +1,203 @@
+"""Callback that draws pictures of an evaluation: confusion matrix, calibration, worst mistakes and masks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from cnnstrategies.callbacks.picture_counts import PictureCounts, counts_for
+from cnnstrategies.callbacks.picture_files import Evaluated, write_pictures
+from cnnstrategies.callbacks.picture_logs import log_pictures
+from cnnstrategies.callbacks.tables import relative
+from cnnstrategies.data.sampling import OrderedBatches
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.shares import turns
+from cnnstrategies.strategies.protocol import facts_of
+
+Split = Literal["val", "test"]
+
+
+@dataclass
+class Kept:
+    """The counts of one evaluation, of all ranks.
+
+    Attributes:
+        split: Name of the evaluated split.
+        epoch: Epoch of the training, or None for an evaluation outside of ``fit``.
+        states: The counts by name, on the CPU; see :class:`.PictureCounts`.
+    """
+
+    split: Split
+    epoch: int | None
+    states: dict[str, Tensor]
+
+
+class Pictures(Callback):
+    """Callback that draws what ``validate`` and ``test`` have found, and at the end of ``fit`` the best validation.
+
+    In the folder ``pictures`` of the log directory, and in the logger, it leaves
+
+    - for classes: the confusion matrix, a table with precision and recall of each class, the reliability diagram, and
+      the worst mistakes with the images and their file names;
+    - for several labels: the same for each label;
+    - for a regression: predicted against true values, a table of the errors, and the worst mistakes;
+    - for a segmentation: the confusion matrix of the pixels, a table with the intersection over union of each class,
+      and true and predicted masks over the worst images.
+
+    The counts are taken from the outputs of ``validation_step`` and ``test_step``, over all ranks. They are tensors of
+    fixed size on the device. The pictures of a ``fit`` show the epoch of the best checkpoint, if this start of the run
+    has saved it, and otherwise the last epoch.
+
+    A module of your own has pictures if it has an integer ``num_classes``, and its steps return a mapping with
+    ``logits`` (N, num_classes, ...) and ``targets``. Its attribute ``task`` is ``classes`` (the default),
+    ``multilabel`` or ``regression``. With an attribute ``ignore_index``, which may be None, it is a segmentation. The
+    images of the worst mistakes need a data module of this package. For other modules, and without a logger, nothing is
+    drawn. If there are several validation loaders, the pictures show the first one.
+    """
+
+    def __init__(self) -> None:
+        self.counts: PictureCounts | None = None
+        self.files: list[Path] = []
+        self._last: Kept | None = None
+        self._best: Kept | None = None
+        self._best_score: Tensor | None = None
+
+    def summary_rows(self) -> list[tuple[str, str]]:
+        """Return the row of the closing summary that names the files, if there are any."""
+        return [("pictures", "\n".join(relative(str(file)) for file in self.files))] if self.files else []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.files, self._last, self._best = [], None, None
+        debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
+        draws = bool(trainer.loggers) and not debugging and stage != "predict"
+        image_shape = getattr(getattr(trainer, "datamodule", None), "image_shape", None)
+        self.counts = counts_for(pl_module, image_shape) if draws else None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._best_score = best_score(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._choose(trainer)
+        if self.counts is not None:
+            self.counts.to(pl_module.device)
+            self.counts.reset()
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self.counts is None or trainer.sanity_checking or dataloader_idx:
+            return
+        if isinstance(outputs, dict) and {"logits", "targets"} <= outputs.keys():
+            logits, targets = outputs["logits"].detach(), outputs["targets"]
+            indices = indices_of(trainer, batch_idx, len(targets), logits.device)
+            self.counts.update(logits, targets, indices)
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.counts is None or not self.counts.update_called:
+            return
+        states = states_of_ranks(trainer, self.counts.compute())
+        epoch = trainer.current_epoch if trainer.state.fn == TrainerFn.FITTING else None
+        self._last = Kept("test" if trainer.testing else "val", epoch, self.counts.merged(states))
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._write(trainer, pl_module, self._last)
+
+    on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
+    on_test_epoch_end, on_test_end = on_validation_epoch_end, on_validation_end
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._choose(trainer)
+        self._write(trainer, pl_module, self._best or self._last)
+
+    def _choose(self, trainer: Trainer) -> None:
+        """Keep the counts of the last validation if the checkpoint that was saved after it is the best so far."""
+        score = best_score(trainer)
+        if self._last is not None and (score is None or self._best_score is None or score != self._best_score):
+            self._best = self._last
+        self._best_score = score
+
+    def _write(self, trainer: Trainer, module: LightningModule, kept: Kept | None) -> None:
+        log_dir = trainer.log_dir if trainer.loggers else None  # All ranks must read it, because it runs a broadcast.
+        if kept is None or log_dir is None or not trainer.is_global_zero:
+            return
+        folder, datamodule = Path(log_dir) / "pictures", getattr(trainer, "datamodule", None)
+        evaluated = Evaluated(kept.split, kept.epoch, kept.states, datamodule, getattr(module, "ignore_index", None))
+        try:
+            self.files = write_pictures(folder, evaluated)
+        except (OSError, ConfigurationError) as error:
+            rank_zero_warn(f"the pictures in {folder} are not complete: {error}")
+        log_pictures(trainer.loggers, self.files, trainer.global_step)
+
+
+def best_score(trainer: Trainer) -> Tensor | None:
+    """Return the best value of the monitored metric so far, or None if no metric is monitored."""
+    return getattr(trainer.checkpoint_callback, "best_model_score", None)
+
+
+def indices_of(trainer: Trainer, batch: int, samples: int, device: torch.device) -> Tensor:
+    """Return the index of each sample of an evaluation batch in its data set (N,), or -1 if the loader is not known.
+
+    Args:
+        trainer: The trainer.
+        batch: Index of the batch.
+        samples: Number of samples in the batch.
+        device: Device of the result.
+    """
+    loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+    loader = loaders[0] if isinstance(loaders, (list, tuple)) else loaders
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, OrderedBatches):
+        everyone = facts_of(trainer.strategy).has_global_batches
+        ranks = range(sampler.num_replicas) if everyone else [sampler.rank]
+        parts = [sampler.samples(batch, rank) for rank in ranks]
+        places = [place for places in turns([len(part) for part in parts]) for place in places]
+        if len(places) == samples:
+            # The replicas of a pipeline's first stage take turns. A copy that does not block needs no read.
+            indices = torch.empty(samples, dtype=torch.int64)
+            indices[places] = torch.tensor([index for part in parts for index in part])
+            return indices.to(device, non_blocking=True)
+    return torch.full((samples,), -1, device=device)
+
+
+def states_of_ranks(trainer: Trainer, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return states of all ranks on the CPU, each with the ranks as an additional first dimension.
+
+    Ranks that have a batch together count once. All ranks must call this.
+
+    Args:
+        trainer: The trainer.
+        states: The states of this rank, by name.
+    """
+    facts = facts_of(trainer.strategy)
+    # Under `spatial` each rank has a part of the masks, and `numpy` returns all rows.
+    of_rank = {name: torch.from_numpy(state.cpu().numpy()) for name, state in states.items()}
+    if trainer.world_size == 1 or facts.has_global_batches:
+        return {name: state[None] for name, state in of_rank.items()}
+    # Float64 is exact for the integers, so one message is enough.
+    packed = torch.cat([state.flatten().double() for state in of_rank.values()])
+    gathered = facts.gather_from_ranks(packed.to(trainer.strategy.root_device)).cpu()[:: facts.ranks_per_batch]
+    parts = torch.split(gathered, [state.numel() for state in of_rank.values()], dim=1)
+    return {
+        name: part.reshape(-1, *state.shape).to(state.dtype)
+        for (name, state), part in zip(of_rank.items(), parts, strict=True)
+    }
