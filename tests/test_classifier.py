@@ -13,8 +13,9 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
+from cnnstrategies.models.class_weights import balanced_weights
 from cnnstrategies.models.logits import main_logits
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.pretrained import TRAINED_WITH
@@ -120,7 +121,8 @@ def test_preprocessing_that_differs_from_the_pretrained_weights_warns():
 
 def test_one_fit_with_mixing(tmp_path):
     torch.manual_seed(0)
-    model = ImageClassifier(SmallCNN(10), 10, SGD, mixup_alpha=0.3, cutmix_alpha=1.0, channels_last=True)
+    options = {"mixup_alpha": 0.3, "cutmix_alpha": 1.0, "channels_last": True, "class_weights": "balanced"}
+    model = ImageClassifier(SmallCNN(10), 10, SGD, **options)
     seen = []
     step = model.training_step
     model.training_step = lambda batch, batch_idx: seen.append(batch) or step(batch, batch_idx)
@@ -151,7 +153,10 @@ def metrics_are_those_of_all_validation_samples(model, run):
             targets.append(classes)
     logits, targets = torch.cat(logits), torch.cat(targets)
     metrics = run.callback_metrics
-    assert float(metrics["val_loss"]) == pytest.approx(float(F.cross_entropy(logits, targets)), rel=1e-5)
+    trained = data.train_source.targets.numpy()
+    balanced = torch.tensor([len(trained) / (10 * (trained == label).sum()) for label in range(10)])
+    losses = F.cross_entropy(logits, targets, reduction="none") * balanced[targets]
+    assert float(metrics["val_loss"]) == pytest.approx(float(losses.mean()), rel=1e-5)
     assert float(metrics["val_acc"]) == pytest.approx(float((logits.argmax(1) == targets).float().mean()))
     top5 = (logits.topk(5).indices == targets[:, None]).any(1).float().mean()
     assert float(metrics["val_acc_top5"]) == pytest.approx(float(top5))
@@ -203,6 +208,10 @@ MISTAKES = {
         "task": "multilabel",
         "mixup_alpha": 0.1,
     },
+    "class_weights=balanced needs task=classes, but the model has task=multilabel": {
+        "task": "multilabel",
+        "class_weights": "balanced",
+    },
     "class_weights cannot be used with task=regression": {"task": "regression", "class_weights": [1.0] * 10},
 }
 
@@ -223,3 +232,17 @@ def test_a_mistake_is_refused():
     for message, options in MISTAKES.items():
         with pytest.raises(ConfigurationError, match=message):
             ImageClassifier(nn.Identity(), **{"num_classes": 10, **options})
+
+
+@pytest.mark.light
+def test_classes_that_cannot_be_counted_are_refused():
+    data = DigitsDataModule()
+    data.setup("fit")
+    data.train_source.targets[data.train_source.targets == 7] = 0
+    for module, message in (
+        (data, "the class 7 has no training images: give a list of 10 numbers"),
+        (SyntheticDataModule(20), "SyntheticDataModule does not give the classes of all training images"),
+        (None, "a run without a data module does not give"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"class_weights=balanced: {message}"):
+            balanced_weights(module, 10)

@@ -2,7 +2,6 @@
 
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torchvision.transforms import v2
 from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.data.module import ImageDataModule, TaskName
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.class_weights import ClassWeights, balanced_weights, weights_of
 from cnnstrategies.models.logits import check_logits, main_logits
 from cnnstrategies.models.network_module import Batch, MeanOverSamples, NetworkModule
 from cnnstrategies.models.tasks import TASKS
@@ -41,8 +41,9 @@ class ImageClassifier(NetworkModule):
             the targets are numbers (N, num_classes), and the loss is the mean squared error. ``val_mae`` and
             ``val_rmse`` are logged.
         class_weights: Weight of each class in the loss. The weighted losses of a batch's images are summed and divided
-            by the number of images, not by the sum of the weights. With ``multilabel``: weight of the positive examples
-            of each label, see ``pos_weight`` of ``torch.nn.BCEWithLogitsLoss``.
+            by the number of images, not by the sum of the weights. ``balanced`` is n / (num_classes * n_c) for a class
+            c with n_c of the n training images. With ``multilabel``: weight of the positive examples of each label, see
+            ``pos_weight`` of ``torch.nn.BCEWithLogitsLoss``.
         label_smoothing: Label smoothing as in ``torch.nn.CrossEntropyLoss``, in [0, 1).
         mixup_alpha: Parameter alpha of mixup (Zhang et al. 2018), which mixes pairs of training images with a weight
             from Beta(alpha, alpha). 0 turns mixup off.
@@ -73,7 +74,7 @@ class ImageClassifier(NetworkModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["epoch", "step"] = "epoch",
         task: TaskName = "classes",
-        class_weights: list[float] | None = None,
+        class_weights: ClassWeights | None = None,
         label_smoothing: float = 0.0,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
@@ -94,8 +95,6 @@ class ImageClassifier(NetworkModule):
                 f"label_smoothing, mixup_alpha and cutmix_alpha need task=classes, but the model has task={task}: set "
                 "them to 0"
             )
-        if task == "regression" and class_weights is not None:
-            raise ConfigurationError("class_weights cannot be used with task=regression: leave class_weights out")
         if not 0 <= label_smoothing < 1:
             raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); give a number such as 0.1")
         for name, value in (
@@ -105,10 +104,7 @@ class ImageClassifier(NetworkModule):
         ):
             if value < 0:
                 raise ConfigurationError(f"{name}={value} is negative; use 0 or a larger number")
-        if class_weights is not None and (len(class_weights) != num_classes or min(class_weights) < 0):
-            raise ConfigurationError(
-                f"class_weights={class_weights}: give {num_classes} numbers that are at least 0, one for each class"
-            )
+        weights = weights_of(class_weights, num_classes, task)
         # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
         # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
@@ -117,7 +113,7 @@ class ImageClassifier(NetworkModule):
         self.quality = self.learning_task.quality
         self.label_smoothing = label_smoothing
         # The buffer is not persistent, because the class weights come from the configuration and not from a checkpoint.
-        weights = None if class_weights is None else torch.tensor(class_weights)
+        self.balanced = class_weights == "balanced"
         self.register_buffer("class_weights", weights, persistent=False)
         self.class_weights: Tensor | None
         self.aux_weight = aux_weight
@@ -145,6 +141,14 @@ class ImageClassifier(NetworkModule):
                 f"{type(datamodule).__name__} has masks, which ImageClassifier cannot learn: use ImageSegmenter, or a "
                 "data module with a class for each image"
             )
+
+    def setup(self, stage: str) -> None:
+        """Prepare the module as :meth:`NetworkModule.setup` does, and count the classes for balanced class weights."""
+        super().setup(stage)
+        if self.balanced and stage != "predict":
+            assert self.class_weights is not None
+            weights = balanced_weights(getattr(self.trainer, "datamodule", None), self.num_classes)
+            self.class_weights = weights.to(self.class_weights)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch, as a mean over its images. For ``task=classes`` it is the cross-entropy.

@@ -8,11 +8,13 @@ from conftest import PlainCNN
 from digit_commands import COMMON, checkpoint
 from digit_runs import assert_same_run
 
-# Each layer has its own learning rate, biases have no weight decay, and the learning rate warms up.
+# Each layer has its own learning rate and each class its own weight. Biases have no weight decay, and the learning rate
+# warms up.
 RECIPE = [
     "--model.init_args.network=digit_commands.GroupedCNN",
     "--model.init_args.optimizer=digit_commands.OwnSGD",
     "--model.init_args.layer_lr_decay=0.5",
+    "--model.init_args.class_weights=balanced",
     "--model.init_args.decay_norms_and_biases=false",
     "--model.init_args.lr_interval=step",
     "--model.init_args.lr_scheduler=cnnstrategies.schedules.WarmupCosine",
