@@ -90,6 +90,29 @@ def test_multilabel_and_regression_have_loss_metrics_and_predictions(task):
 
 
 @pytest.mark.light
+@pytest.mark.parametrize("task", ["classes", "multilabel", "regression"])
+def test_predictions_are_means_over_mirror_images(task):
+    """The network returns an image of one row as logits, so that the mirror image has the reversed logits."""
+    model = ImageClassifier(nn.Flatten(), num_classes=3, task=task, test_flips=True)
+    model.log = lambda *_, **__: None
+    logits = 10 * torch.randn(20, 3)
+    targets = torch.randint(3, (20,)) if task == "classes" else torch.randint(2, (20, 3)).float()
+    values = {"classes": lambda x: x.softmax(1), "multilabel": torch.sigmoid, "regression": lambda x: x}[task]
+    mean = (values(logits.double()) + values(logits.double().flip(1))) / 2
+    predicted = model.predict_step((logits[:, None, None], torch.arange(20)), 0)
+    torch.testing.assert_close(predicted[model.learning_task.predicted], mean.float())
+    measured = model.validation_step((logits[:, None, None], targets), 0)["logits"]
+    torch.testing.assert_close(values(measured), mean.float())
+    loss = {
+        "classes": lambda: F.nll_loss(mean.log(), targets),
+        "multilabel": lambda: F.binary_cross_entropy(mean, targets.double()),
+        "regression": lambda: F.mse_loss(mean, targets.double()),
+    }[task]()
+    assert float(model.val_metrics["loss"].compute()) == pytest.approx(float(loss), rel=1e-4)
+    assert torch.equal(model.training_step((logits[:, None, None], targets), 0), model.loss(logits, targets))
+
+
+@pytest.mark.light
 def test_auxiliary_logits_count_with_their_weight():
     model = ImageClassifier(nn.Identity(), num_classes=4, aux_weight=0.3)
     main, auxiliary, targets = torch.randn(6, 4), torch.randn(6, 4), torch.arange(6) % 4

@@ -55,6 +55,8 @@ class ImageClassifier(NetworkModule):
         layer_lr_decay: Factor in (0, 1] between the learning rates of a layer and of the next layer, for fine-tuning.
             The last layer has the optimizer's rate. The layers are those of ``timm.optim.param_groups_layer_decay``,
             which knows the networks of timm, and networks whose class has a method ``group_matcher``.
+        test_flips: Whether predictions in validation, test and predict are means over each image and its mirror image
+            (left and right): means of the probabilities, or of the numbers of a regression.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Whether to store images and weights in torch's ``channels_last`` memory format, which is faster
             on GPUs with tensor cores and on recent CPUs.
@@ -80,6 +82,7 @@ class ImageClassifier(NetworkModule):
         cutmix_alpha: float = 0.0,
         decay_norms_and_biases: bool = True,
         layer_lr_decay: float = 1.0,
+        test_flips: bool = False,
         aux_weight: float = 0.4,
         channels_last: bool = False,
         compile_backend: str | None = None,
@@ -116,6 +119,7 @@ class ImageClassifier(NetworkModule):
         self.balanced = class_weights == "balanced"
         self.register_buffer("class_weights", weights, persistent=False)
         self.class_weights: Tensor | None
+        self.test_flips = test_flips
         self.aux_weight = aux_weight
         mixers: list[nn.Module] = []
         if mixup_alpha:
@@ -188,6 +192,19 @@ class ImageClassifier(NetworkModule):
             batch = self.mix(*batch)
         return super().on_after_batch_transfer(batch, dataloader_idx)
 
+    def evaluated(self, images: Tensor) -> Any:
+        """Return the network's outputs for images in validation, test and predict.
+
+        With ``test_flips`` these are main logits (N, num_classes) whose predictions are the means over each image and
+        its mirror image.
+        """
+        if not self.test_flips:
+            return super().evaluated(images)
+        outputs = [self.network(images), self.network(images.flip(-1))]
+        for output in outputs:
+            check_logits(output, len(images), self.num_classes)
+        return self.learning_task.averaged(*map(main_logits, outputs))
+
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Predict a batch of ``(images, indices)``.
 
@@ -197,7 +214,7 @@ class ImageClassifier(NetworkModule):
             has the predicted numbers instead.
         """
         images, indices = batch
-        outputs = self.network(images)
+        outputs = self.evaluated(images)
         check_logits(outputs, len(images), self.num_classes)
         return {"index": indices, self.learning_task.predicted: self.learning_task.values(main_logits(outputs).float())}
 

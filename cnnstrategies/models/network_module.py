@@ -200,9 +200,13 @@ class NetworkModule(LightningModule):
         """Add a test batch to the metrics. Return ``logits`` and ``targets``, which callbacks may read."""
         return self._evaluate("test", batch)
 
+    def evaluated(self, images: Tensor) -> Any:
+        """Return the network's outputs for images in validation, test and predict."""
+        return self.network(images)
+
     def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> dict[str, Tensor]:
         images, targets = batch
-        outputs = self.network(images)
+        outputs = self.evaluated(images)
         self.log_step(stage, outputs, targets, self.loss(outputs, targets))
         return {"logits": main_logits(outputs), "targets": targets}
 

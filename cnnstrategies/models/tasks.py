@@ -1,5 +1,8 @@
 """Learning tasks of `ImageClassifier`: classification, multilabel classification and regression."""
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric
@@ -50,6 +53,13 @@ class LearningTask:
         """
         return outputs.softmax(dim=1)
 
+    def averaged(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return outputs whose predictions are the means of the predictions for two outputs.
+
+        For the task ``classes``, these are the logarithms of the mean probabilities.
+        """
+        return torch.logaddexp(first.log_softmax(dim=1), second.log_softmax(dim=1)) - math.log(2)
+
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets in the form that the metrics expect.
 
@@ -92,6 +102,11 @@ class Multilabel(LearningTask):
         return outputs.sigmoid()
 
     @override
+    def averaged(self, first: Tensor, second: Tensor) -> Tensor:
+        present = torch.logaddexp(F.logsigmoid(first), F.logsigmoid(second))
+        return present - torch.logaddexp(F.logsigmoid(-first), F.logsigmoid(-second))
+
+    @override
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # The metrics get probabilities. If all logits were in [0, 1], the metrics would take them for probabilities.
         return outputs.sigmoid(), targets.long()
@@ -120,6 +135,10 @@ class Regression(LearningTask):
     @override
     def values(self, outputs: Tensor) -> Tensor:
         return outputs
+
+    @override
+    def averaged(self, first: Tensor, second: Tensor) -> Tensor:
+        return (first + second) / 2
 
     @override
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

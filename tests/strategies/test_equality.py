@@ -6,15 +6,17 @@ import panels
 import torch
 from conftest import PlainCNN
 from digit_commands import COMMON, checkpoint
-from digit_runs import assert_same_run
+from digit_runs import assert_same_run, logged
 
-# Each layer has its own learning rate and each class its own weight. Biases have no weight decay, and the learning rate
-# warms up.
+# Each layer has its own learning rate and each class its own weight. Biases have no weight decay, the learning rate
+# warms up, and predictions are means over mirror images.
 RECIPE = [
     "--model.init_args.network=digit_commands.GroupedCNN",
     "--model.init_args.optimizer=digit_commands.OwnSGD",
     "--model.init_args.layer_lr_decay=0.5",
     "--model.init_args.class_weights=balanced",
+    "--model.init_args.test_flips=true",
+    "--trainer.limit_val_batches=1.0",
     "--model.init_args.decay_norms_and_biases=false",
     "--model.init_args.lr_interval=step",
     "--model.init_args.lr_scheduler=cnnstrategies.schedules.WarmupCosine",
@@ -28,11 +30,14 @@ LINES = {
 
 def test_another_strategy_changes_neither_weights_nor_steps(run_cli, quick):
     """The quickstart's configuration is run with different strategies. The panels at the start are checked as well."""
-    runs, reported = {}, {}
+    runs, reported, metrics = {}, {}, {}
     for name, line in LINES.items():
         code, output = run_cli("fit", *quick, *COMMON, *RECIPE, *line, f"--trainer.logger.init_args.name={name}")
         assert code == 0, output
         runs[name], reported[name] = torch.load(checkpoint(name), weights_only=True), panels.rows(output)
+        metrics[name] = [
+            (row["val_loss"], row["val_acc"]) for row in logged(f"runs/{name}/version_0") if "val_loss" in row
+        ]
     single = runs["one device"]
     groups = single["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.0005, 0.0] * 3
@@ -40,6 +45,7 @@ def test_another_strategy_changes_neither_weights_nor_steps(run_cli, quick):
     assert single["global_step"] == 12
     for name, saved in runs.items():
         assert_same_run(saved, single)
+        torch.testing.assert_close(metrics[name], metrics["one device"], rtol=1e-5, atol=0)
         assert reported[name]["global batch"].startswith("64 images"), name
         assert reported[name]["global batch"].endswith("6 steps an epoch"), name
         assert reported[name]["precision"] == "64-true, contiguous", name
