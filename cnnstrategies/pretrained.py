@@ -1,4 +1,4 @@
-"""Pretrained networks of torchvision with a new head, and the preprocessing that pretrained weights expect."""
+"""Pretrained networks of torchvision and timm with a new head, and the preprocessing that pretrained weights expect."""
 
 import difflib
 import inspect
@@ -15,6 +15,7 @@ from torchvision.models import get_model, get_model_builder, get_model_weights, 
 
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.timm_networks import timm_names, timm_network
 
 TRAINED_WITH = "trained_with"
 INTERPOLATIONS = ("bilinear", "bicubic")
@@ -22,15 +23,18 @@ FILES = (".pth", ".pt")
 
 
 def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bool = False) -> nn.Module:
-    """Return a network of torchvision with pretrained weights, for fine-tuning.
+    """Return a network of torchvision or timm with pretrained weights, for fine-tuning.
 
     The head is replaced by a new one, unless the pretrained head already has ``num_classes`` classes.
 
     Args:
-        name: Name of the network in torchvision, such as ``resnet50``. For networks of timm use ``timm.create_model``.
+        name: Name of the network in torchvision, such as ``resnet50``, or in timm. A name may include timm's name of
+            the weights, as in ``vit_base_patch16_224.augreg_in21k``. A name without weights that both packages know is
+            torchvision's.
         num_classes: Number of classes.
-        weights: ``DEFAULT`` for torchvision's best weights, the name of other weights of torchvision, or the path of a
-            file with a state dict (.pth, .pt). Weights of torchvision are downloaded when they are first used.
+        weights: ``DEFAULT`` for the best weights, the name of other weights of torchvision or timm, or the path of a
+            file with a state dict of torchvision's network (.pth, .pt). Weights are downloaded when they are first
+            used.
         frozen: Whether only the new head is trained. The running statistics of batch normalisation are still updated.
 
     Raises:
@@ -50,7 +54,7 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
             f"the weights of {name} cannot be downloaded ({reason}): download them on a machine with internet access, "
             "copy the file, and set weights to its path"
         ) from error
-    setattr(network, TRAINED_WITH, _of_weights(name, weights))
+    setattr(network, TRAINED_WITH, _of_weights(name, weights) or _of_cfg(network))
     if frozen:
         if not heads:
             raise ConfigurationError(
@@ -126,10 +130,14 @@ def _known(size: int, resize: int, interpolation: Any, mean: Iterable[float], st
 
 def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[nn.Module]]:
     if name not in list_models():
-        close = difflib.get_close_matches(name.removeprefix("timm/"), list_models(), n=1)
+        if (built := timm_network(name, num_classes, weights)) is not None:
+            return built
+        others = timm_names()
+        close = difflib.get_close_matches(name, [*list_models(), *others], n=1)
         raise ConfigurationError(
-            f"no network {name!r} in torchvision; for networks of timm use timm.create_model with pretrained: true"
-            + (f"; did you mean {close[0]!r}?" if close else "")
+            f"no network {name!r} in torchvision"
+            + (" or timm" if others else "; for networks of timm, pip install timm")
+            + (f"; did you mean {close[0]!r}?" if close else "; correct `name`")
         )
     wanted = without_values(name, num_classes)
     if weights.endswith(FILES):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torchvision.models import get_model, get_model_weights
 
@@ -52,6 +53,30 @@ def test_torchvision_weights_by_name_and_file_with_a_new_head(squeezenet):
     assert new_and_kept(pretrained("squeezenet1_1", 5, "mine.pth"), network.state_dict())[0] == head
 
 
+def test_timm_weights_by_the_name_of_their_configuration(monkeypatch):
+    state = timm.create_model("test_vit").state_dict()
+    save_file(state, "weights.safetensors")
+    requested = []
+    download = lambda repo_id, **_: requested.append(repo_id) or "weights.safetensors"  # noqa: E731
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", download)
+    head = {"head.weight", "head.bias"}
+    for name, weights in (("test_vit", "DEFAULT"), ("test_vit", "r160_in1k"), ("test_vit.r160_in1k", "DEFAULT")):
+        network = pretrained(name, 7, weights, frozen=True)
+        assert new_and_kept(network, state)[0] == head
+        assert {name for name, p in network.named_parameters() if p.requires_grad} == head
+    assert {*requested} == {"timm/test_vit.r160_in1k"}
+    assert network.eval()(torch.zeros(2, 3, 160, 160)).shape == (2, 7)
+    assert trained_with(network) == Preprocessing(160, 168, "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert new_and_kept(pretrained("test_vit", 1000), state)[0] == set()
+    with pytest.raises(ConfigurationError, match="already has 1000 classes and keeps its head"):
+        pretrained("test_vit", 1000, frozen=True)
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", offline)
+    with pytest.raises(
+        ConfigurationError, match=r"weights of test_vit cannot be downloaded \(no route to host\): build"
+    ):
+        pretrained("test_vit", 7)
+
+
 LARGE = Preprocessing(480, 480, "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 VIT = Preprocessing(224, 248, "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
@@ -79,7 +104,10 @@ def test_the_preprocessing_of_pretrained_weights_is_known(builder, arguments, ex
 
 
 MISTAKES = {
-    "no network 'resnet5' in torchvision; .* timm.create_model.*; did you mean 'resnet50'": ("resnet5", 7),
+    "no network 'resnet5' in torchvision or timm; did you mean 'resnet50'": ("resnet5", 7),
+    "timm has no weights 'in22k' for resnet18: set weights to one of .*a1_in1k": ("resnet18.in22k", 7),
+    "name=resnet18.a1_in1k and weights=a2_in1k both name weights": ("resnet18.a1_in1k", 7, "a2_in1k"),
+    "timm has no weights 'DEFAULT' for coatnet_0_224: choose a network of": ("coatnet_0_224", 7),
     r"no file .*nowhere.pth: set model": ("resnet18", 7, "nowhere.pth"),
     "torchvision has no weights 'IMAGENET22K' for resnet18": ("resnet18", 7, "IMAGENET22K"),
     "the weights in other.pth do not fit the network shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
