@@ -87,14 +87,28 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     assert "int8" in output
     assert Path("int8.pt2").is_file()
 
-    code, output = run_cli("export", *quick, best)
+    code, output = run_cli("export", *quick, best, "--format=safetensors")
     assert code == 0, output
     assert "100.00% have the same class" in output
-    assert Path("exported/model.pt2").is_file()
+    _model_card_tells_how_the_network_was_trained_and_is_loaded(CHECKPOINTS / "best.ckpt")
 
     code, output = run_cli("predict", *quick, best, "--predictions.images=nowhere")
     assert (code, len(output.splitlines())) == (2, 1), "before any process starts"
     assert "predictions.images=nowhere: no images found" in output
+
+
+def _model_card_tells_how_the_network_was_trained_and_is_loaded(best):
+    card = Path("exported/README.md").read_text()
+    checkpoint = torch.load(best, weights_only=True)
+    row = checkpoint["callbacks"]["TrainingSummary"]["history"][checkpoint["epoch"]]
+    assert f", val_acc {row['val_acc']:.4g}, " in card
+    assert "| Strategy | ddp_fork, 1 x 2 devices, precision 32-true |" in card
+    variables: dict[str, torch.nn.Module] = {}
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1].replace("'model", "'exported/model"), variables)
+    loaded = variables["network"].state_dict()
+    assert {f"network.{name}" for name in loaded} == checkpoint["state_dict"].keys()
+    for name, value in loaded.items():
+        assert torch.equal(value, checkpoint["state_dict"][f"network.{name}"]), name
 
 
 def _test_targets() -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from asking_data import AskingData
 from loads_elsewhere import BARRED
+from safetensors.torch import load_model
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
@@ -75,6 +76,25 @@ def test_a_data_module_may_ask_its_trainer_and_yield_three_tensors(monkeypatch):
     ):
         with pytest.raises(ConfigurationError, match=message):
             images_of(batch, "export")
+
+
+def test_weights_in_safetensors_load_again_equal():
+    model, data = parts()
+    with torch.no_grad():
+        model.network(torch.randn(8, 1, 8, 8))
+    report = export.export(model, data, Path("out"), "safetensors")
+    assert report.difference == 0
+    assert report.agreement == 1
+    loaded = parts()[0].network
+    load_model(loaded, "out/model.safetensors")
+    for name, value in model.network.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    card = Path("out/README.md").read_text()
+    parameters = sum(parameter.numel() for parameter in loaded.parameters())
+    assert f"Sequential with {parameters} parameters, for images of shape 1 x 8 x 8." in card
+    assert "| Data | SyntheticDataModule, 100 training images, 10 validation images |\n| Classes | 0, 1, 2 |" in card
+    assert "| Comparison with the checkpoint | On 10 validation images the logits differ by at most 0 " in card
+    assert "network = ...  # Build the Sequential as for training." in card
 
 
 def refuses(*_, **__):

@@ -1,10 +1,12 @@
 """Export of a trained network to a file that can be used without Lightning and without this package."""
 
+import copy
 import importlib.util
 import itertools
 import json
 import logging
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,14 +22,15 @@ from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.segmentation_folder import FILL
 from cnnstrategies.data.without_run import give_trainer
 from cnnstrategies.deploy.inference import images_of, network_of
+from cnnstrategies.deploy.model_card import CARD, model_card
 from cnnstrategies.deploy.quantize import Network, exported_program, for_any_batch, save_program
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
 from cnnstrategies.runtime.whole_file import whole_folder
 
-Format = Literal["torch_export", "onnx"]
-FILES = {"torch_export": "model.pt2", "onnx": "model.onnx"}
-NEEDS = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+Format = Literal["torch_export", "onnx", "safetensors"]
+FILES = {"torch_export": "model.pt2", "onnx": "model.onnx", "safetensors": "model.safetensors"}
+NEEDS = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "safetensors": ("safetensors",)}
 DESCRIPTION = "export.json"
 BATCHES = 4  # Number of validation batches on which the exported network is compared with the original network.
 # Largest allowed difference between logits, relative to the largest logit. Small differences are normal, because a
@@ -70,17 +73,19 @@ def export(
     datamodule: LightningDataModule,
     output: Path,
     kind: Format,
+    checkpoint: tuple[Path, Mapping[str, Any]] | None = None,
 ) -> Comparison:
     """Export a module's network to a new folder, and compare the exported network with the original network.
 
-    The folder also contains ``export.json`` with the shape of an image, the preprocessing and the names of the classes.
-    The module is moved to the CPU and set to eval mode.
+    The folder also contains ``export.json`` with the shape of an image, the preprocessing and the names of the classes,
+    and the model card ``README.md``. The module is moved to the CPU and set to eval mode.
 
     Args:
         model: The module whose network is exported.
         datamodule: The data module. Its validation images are used for the comparison.
         output: Folder to create.
         kind: Format of the exported network.
+        checkpoint: Path and content of the checkpoint that the module has loaded, for the model card.
 
     Raises:
         ConfigurationError: A package is not installed, the folder exists, the network cannot be exported, or the logits
@@ -100,9 +105,12 @@ def export(
     batches = [images_of(batch, "export") for batch in itertools.islice(datamodule.val_dataloader(), BATCHES)]
     source = giving_logits(network, batches[0])
     with whole_folder(output, "free some space, or set another path with --output") as scratch:
-        exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](
-            source, for_any_batch(batches[0]), scratch / FILES[kind]
-        )
+        if kind == "safetensors":
+            exported = to_safetensors(network, scratch / FILES[kind])
+        else:
+            exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](
+                source, for_any_batch(batches[0]), scratch / FILES[kind]
+            )
         comparison = _compare(network, exported, batches, output / FILES[kind])
         if comparison.difference > TOLERANCE * max(1.0, comparison.largest):
             raise ConfigurationError(
@@ -113,6 +121,8 @@ def export(
             comparison = replace(comparison, agreement=None)
         description = {"format": kind, "file": FILES[kind], **describe(datamodule, batches[0])}
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
+        card = model_card(model, network, datamodule, description, str(comparison), checkpoint)
+        (scratch / CARD).write_text(card, encoding="utf-8")
     return comparison
 
 
@@ -167,6 +177,18 @@ def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
     """Export the network with ``torch.export``, and return the network as loaded from the file."""
     save_program(exported_program(network, example), file)
     loaded: Network = torch.export.load(file).module()
+    return loaded
+
+
+def to_safetensors(network: nn.Module, file: Path) -> Network:
+    """Save the network's parameters and buffers, and return a copy of the network that has loaded the file."""
+    from safetensors.torch import load_model, save_model
+
+    save_model(network, str(file))
+    loaded = copy.deepcopy(network)
+    for tensor in loaded.state_dict().values():
+        tensor.zero_()
+    load_model(loaded, file)
     return loaded
 
 

@@ -140,13 +140,13 @@ class ExportOptions:
 
     Attributes:
         ckpt_path: Checkpoint of the trained network: a file, `best` or `last`.
-        output: Folder to create for the exported network and export.json.
+        output: Folder to create for the exported network, export.json and the model card README.md.
         format: File format of the exported network.
     """
 
     ckpt_path: Path
     output: Path = option(Path("exported"), metavar="FOLDER")
-    format: Literal["torch_export", "onnx"] = "torch_export"
+    format: Literal["torch_export", "onnx", "safetensors"] = "torch_export"
 
 
 @command(

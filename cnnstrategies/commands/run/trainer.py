@@ -114,17 +114,18 @@ class Trainer(LightningTrainer):
             output: Folder to create.
             format: File format of the exported network.
         """
-        self._load(model, ckpt_path)
-        report = export(model, datamodule, output, format)
+        checkpoint = self._load(model, ckpt_path)
+        report = export(model, datamodule, output, format, checkpoint)
         console = Console(soft_wrap=True)
         console.print(str(report))
-        console.print(f"Saved: {report.file}, with export.json beside it")
+        console.print(f"Saved: {report.file}, with export.json and README.md beside it")
 
-    def _load(self, model: LightningModule, ckpt_path: Path) -> None:
+    def _load(self, model: LightningModule, ckpt_path: Path) -> tuple[Path, dict[str, Any]]:
         path = find_checkpoint(str(ckpt_path), self) if str(ckpt_path) in KEYWORDS else ckpt_path
         check_weights(model, path, weights_only=True)
         checkpoint = self.strategy.checkpoint_io.load_checkpoint(path, weights_only=True)
         model.load_state_dict(checkpoint["state_dict"])
+        return Path(path), checkpoint
 
 
 def add_sections(parser: LightningArgumentParser) -> None:
