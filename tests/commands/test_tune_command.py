@@ -1,16 +1,21 @@
 """``cnnstrategies tune``: the settings that it tries and the file that it writes. Trials are simulated here."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import ROOT
 from jsonargparse import Namespace
+from PIL import Image
 
+from cnnstrategies import ConfigurationError
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.tune.command import choices, compilers, loading
+from cnnstrategies.commands.tune.learning_rate import SKIPPED, steepest
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.models.classifier import ImageClassifier
 from cnnstrategies.planning.tune import contest
@@ -98,3 +103,33 @@ def test_loading_is_tried_if_the_data_module_allows_it(monkeypatch):
     config = SimpleNamespace(trainer=SimpleNamespace(devices=2), data=Namespace(init_args=Namespace(num_workers=1)))
     assert [choice.name for choice in loading(config, DigitsDataModule)] == ["0 workers", "2 workers", "4 workers"]
     assert loading(config, object) == []
+
+
+@pytest.mark.light
+def test_the_learning_rate_at_which_the_loss_falls_fastest_is_found():
+    rates = np.logspace(-8, 0, 100)
+    losses = 2.3 - np.arctan(4 * np.log10(rates / 0.02))  # The curve is steepest at 0.02.
+    losses[:SKIPPED] = np.linspace(9, 0, SKIPPED)
+    losses[20:40] += 1e-3 * (-1) ** np.arange(20)
+    assert rates[steepest(rates, losses)] == pytest.approx(0.02, rel=0.1)
+    losses[-4:] = np.inf
+    assert rates[steepest(rates, losses)] == pytest.approx(0.02, rel=0.1)
+    for flat in (np.zeros(100), rates, np.full(100, np.nan), losses[:9]):
+        with pytest.raises(ConfigurationError, match=r"tune: the loss does not fall in \d+ steps"):
+            steepest(rates[: len(flat)], flat)
+
+
+def test_a_learning_rate_is_suggested_with_its_curve(capsys, tmp_path):
+    COMMANDS["tune"].run(["--config", QUICKSTART, "--learning_rate", "--picture", str(tmp_path / "curve.png")])
+    words = r"Suggested learning rate: (\S+), found on one device with batches of 64 samples\. Curve: .*curve.png"
+    assert 0.01 < float(re.search(words, capsys.readouterr().out)[1]) < 1
+    assert Image.open(tmp_path / "curve.png").width > 100
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
+
+
+def test_several_optimizers_have_no_learning_rate_to_find(monkeypatch):
+    optimizers = lambda self: [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]  # noqa: E731
+    monkeypatch.setattr(ImageClassifier, "configure_optimizers", optimizers)
+    monkeypatch.setattr(ImageClassifier, "automatic_optimization", False)
+    with pytest.raises(ConfigurationError, match="learning rate finder only works with single optimizer"):
+        COMMANDS["tune"].run(["--config", QUICKSTART, "--learning_rate"])

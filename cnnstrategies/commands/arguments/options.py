@@ -290,11 +290,15 @@ class TuneOptions:
         allow: Kinds of settings to try although they change the trained weights: ``precision`` tries bf16 and TF32.
         minutes: Largest duration of the command.
         output: YAML file for the fastest settings. Use the file as in ``fit --config X --config tuned.yaml``.
+        learning_rate: Suggest a learning rate instead, with Lightning's learning-rate finder on one device.
+        picture: PNG file for the curve of the loss over the learning rate.
     """
 
     allow: list[Literal["precision"]] = field(default_factory=list)
     minutes: float = option(5.0, metavar="MINUTES")
     output: Path = Path("tuned.yaml")
+    learning_rate: bool = False
+    picture: Path = Path("learning_rate.png")
 
 
 @command(

@@ -32,6 +32,7 @@ NOISE = re.compile(
             r"Using (16bit|bfloat16) Automatic Mixed Precision",
             r"`weights_only` was not set",
             r"Restoring states from the checkpoint path at ",
+            r"Restored all states from the checkpoint at .*\.lr_find_",
             r"Loaded model weights from the checkpoint at ",
             r"`Trainer.fit` stopped: `max_(epochs|steps)=",
         )

@@ -15,6 +15,7 @@ from cnnstrategies.commands.arguments.options import TuneOptions
 from cnnstrategies.commands.arguments.refuse import fail
 from cnnstrategies.commands.run.errors import parameters_of
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
+from cnnstrategies.commands.tune.learning_rate import find_learning_rate
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest, repeats, table
@@ -37,6 +38,9 @@ def main(options: TuneOptions, arguments: Sequence[str]) -> None:
         arguments: Command-line arguments of the configuration.
     """
     cli = ModelAndData("tune", arguments)
+    if options.learning_rate:
+        find_learning_rate(cli, options.picture)
+        return
     device = device_of(cli.config.trainer.accelerator)
     phases = {
         "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
