@@ -1,17 +1,18 @@
-"""Sixty planted faults in small training programs on two ranks: which of them `verify` finds, and what it names.
+"""Sixty planted faults in small training programs on two ranks: what `verify` and the callback `Guard` say of each.
 
 Each row is a program with one fault. "Where" is the truth: the module, the rank and the first step in which the fault
-acts. The module counts as named if the line names it or a layer beside it. All programs were also run without the
-fault.
+acts. `verify` compares eight steps with one device, and names the first difference. The guard checks after the first
+step and after each 20 steps, and counts if it finds the fault within two checks; the cell begins with the name of the
+check. The module counts as named if a line names it or a layer beside it. Where strategies are not named, the program
+runs under `ddp`. A strategy that refuses the run by name has found the fault as well. All programs were also run
+without their faults.
 """
 
 import argparse
 import json
-import re
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,76 +23,17 @@ import hardware_faults  # noqa: F401
 import rank_faults  # noqa: F401
 import torch
 import training_faults  # noqa: F401
-from programs import FAULTS, Fault, Net, Program
+from answers import TOOLS, Answer, is_found, is_near
+from programs import FAULTS, Fault
 from ranks import report
 
-import cnnstrategies
-from cnnstrategies.errors import ConfigurationError
-
 HERE = Path(__file__).parent
+REASONS = {
+    "samples drawn with replacement": "This is an option of torch's sampler, and can be meant.",
+    "clipping before unscaling": "The module clips by itself, so only its author knows which norm is meant.",
+    "weights tied by accident": "Tied weights are common, and nothing tells that these were not meant.",
+}
 LONGEST = 120  # Number of characters of a line on the page.
-STEPS = 8  # Steps of the runs of `verify`; an epoch has six.
-FIRST = re.compile(r"first: [a-z ]+ of (?P<name>\S+), step (?P<step>\d+),.* rank (?P<rank>\d+): ")
-UNDEFINED = re.compile(r"first NaN or infinity, also on one device: .*?(?P<name>[\w.]+), step (?P<step>\d+)$")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Answer of a tool about a run.
-
-    Attributes:
-        is_fault: Whether the tool says that something is wrong.
-        text: The tool's line.
-        name: Name of the module, parameter or buffer that the line names; empty if it names none.
-        rank: Rank that the line names; None if it names none.
-        step: Step that the line names; None if it names none.
-    """
-
-    is_fault: bool
-    text: str
-    name: str = ""
-    rank: int | None = None
-    step: int | None = None
-
-
-def verified(program: Program) -> Answer:
-    """Return the answer of `verify`. A strategy that refuses the run and says why has found the fault as well."""
-    try:
-        verdict = cnnstrategies.verify(
-            program.module, program.data, program.strategy, steps=STEPS, callbacks=program.callbacks, **program.trainer
-        )
-    except ConfigurationError as error:
-        return Answer(True, f"refused: {error}", next(iter(re.findall(r"\b(\w+(?:\.\w+)+)\b", str(error))), ""))
-    if verdict.equal:
-        return Answer(False, "equal")
-    for note in verdict.notes:
-        if match := FIRST.match(note) or UNDEFINED.match(note):
-            rank = match.groupdict().get("rank")
-            return Answer(True, note, match["name"], rank if rank is None else int(rank), int(match["step"]))
-    rows = [f"{row.name}: {row.text}" for row in verdict.rows if not row.equal]
-    names = [name for row in rows for name in re.findall(r"most strongly ([\w.]+)", row)]
-    return Answer(True, "; ".join(rows), next(iter(names), ""))
-
-
-TOOLS: dict[str, Callable[[Program], Answer]] = {"verify": verified}
-
-
-def is_near(named: str, truth: str, module: Net) -> bool:
-    """Return whether a name is that of a module, or of a layer beside it.
-
-    Args:
-        named: Name of a module, parameter or buffer. A container stands for its first and its last layer.
-        truth: Name of the layer with the fault.
-        module: The program's module.
-    """
-    layers = [name for name, part in module.named_modules() if name and not any(part.children())]
-    names = {name for name, _ in module.named_modules()}
-    while named and named not in names:
-        named = named.rpartition(".")[0]
-    inside = [number for number, name in enumerate(layers) if f"{name}.".startswith(f"{named}.")]
-    if not named or truth not in layers or not inside:
-        return False
-    return min(abs(layers.index(truth) - end) for end in (inside[0], inside[-1])) <= 1
 
 
 def cell(answer: Answer | None) -> str:
@@ -103,6 +45,8 @@ def cell(answer: Answer | None) -> str:
     text = answer.text.partition(": differs by")[0].removeprefix("first: ")
     if text.startswith("steps: "):
         text = text.rpartition("; ")[2]  # Before this, the row counts samples and batches.
+    text = text.removeprefix("guard: ").partition("; likely cause")[0]
+    text = f"{answer.check}: {text}" if answer.check else text
     return text if len(text) < LONGEST else f"{text[:LONGEST]}..."
 
 
@@ -140,11 +84,16 @@ class Results:
             self._file.write_text(json.dumps(self._values, indent=1))
 
 
+def answers_about(fault: Fault, results: Results) -> list[Answer | None]:
+    """Return the answers of all tools about a program with its fault."""
+    return [results.get(tool, fault.name, True) for tool in TOOLS]
+
+
 def rows(results: Results) -> list[list[str]]:
     """Return the page's table."""
     table = [["fault", "known from", "where", *TOOLS, "module named"]]
     for fault in FAULTS.values():
-        answers = [results.get(tool, fault.name, True) for tool in TOOLS]
+        answers = answers_about(fault, results)
         named = any(is_named(answer, fault) for answer in answers)
         cells = [cell(answer) for answer in answers]
         table.append(
@@ -154,17 +103,24 @@ def rows(results: Results) -> list[list[str]]:
 
 
 def summary(results: Results) -> str:
-    """Return the numbers of faults that were found, of modules that were named, and of false alarms."""
-    answers = {fault.name: [results.get(tool, fault.name, True) for tool in TOOLS] for fault in FAULTS.values()}
+    """Return the numbers of faults that were found, of modules that were named, and the faults that were not found."""
     located = [fault for fault in FAULTS.values() if fault.module]
-    count = sum(any(answer and answer.is_fault for answer in row) for row in answers.values())
-    named = sum(any(is_named(answer, fault) for answer in answers[fault.name]) for fault in located)
-    healthy = [results.get(tool, name, False) for tool in TOOLS for name in FAULTS]
-    alarms = sum(answer is not None and answer.is_fault for answer in healthy)
-    return (
-        f"Of {len(FAULTS)} faults {count} were found. Of the {len(located)} faults in a module, the module was named "
-        f"for {named}.\nWithout their faults, the programs raised {alarms} alarms."
-    )
+    named = sum(any(is_named(results.get(tool, fault.name, True), fault) for tool in TOOLS) for fault in located)
+    missed = [fault for fault in FAULTS.values() if not is_found(fault, answers_about(fault, results))]
+    lines = [
+        f"Of {len(FAULTS)} faults {len(FAULTS) - len(missed)} were found. Of the {len(located)} faults in a module, "
+        f"the module was named for {named}."
+    ]
+    for tool in TOOLS:
+        known = [answer for name in FAULTS if (answer := results.get(tool, name, True)) is not None]
+        healthy = [answer for name in FAULTS if (answer := results.get(tool, name, False)) is not None]
+        lines.append(
+            f"`{tool}` alone found {sum(answer.is_fault for answer in known)} of {len(known)}, and raised "
+            f"{sum(answer.is_fault for answer in healthy)} alarms in {len(healthy)} programs without their faults."
+        )
+    lines += ["", "Not found:", ""] if missed else []
+    lines += [f"- {fault.text} {REASONS.get(fault.name, 'The reason is not known.')}" for fault in missed]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -183,7 +139,7 @@ def main() -> None:
                 if results.get(tool, fault.name, faulty) is not None:
                     continue
                 began = time.monotonic()
-                answer = TOOLS[tool](fault.program(faulty))
+                answer = TOOLS[tool](fault.program(faulty), fault.steps)
                 results.put(tool, fault.name, faulty, answer)
                 kind = fault.name if faulty else f"without {fault.name}"
                 print(f"{time.monotonic() - began:.1f} s, {tool}, {kind}: {answer.text}", flush=True)

@@ -119,6 +119,7 @@ class Program:
         strategy: Registered name of the strategy, or a strategy.
         callbacks: The user's callbacks.
         trainer: Other arguments of ``Trainer``.
+        resume: Function that changes the checkpoint from which the program continues; None if it starts anew.
     """
 
     module: Net
@@ -126,6 +127,7 @@ class Program:
     strategy: Any = "ddp"
     callbacks: list[Callback] = field(default_factory=list)
     trainer: dict[str, Any] = field(default_factory=dict)
+    resume: Callable[[dict[str, Any]], None] | None = None
 
     def when(
         self, action: Callable[[Net], Any], hook: str, step: int = 1, rank: int | None = None, **options: Any
@@ -196,6 +198,7 @@ class Fault:
         module: Name of the module in which the fault is; empty if the fault is not in a module.
         rank: Rank on which the fault is; None if it is on all ranks, or if it is not on a rank.
         step: Number of the first step in which the fault acts, beginning with 1.
+        steps: Number of steps in which a guard watches the program.
     """
 
     name: str
@@ -206,6 +209,7 @@ class Fault:
     module: str = ""
     rank: int | None = None
     step: int = 1
+    steps: int = 60
 
     def program(self, faulty: bool = True) -> Program:
         """Return the program, with the fault or without it."""

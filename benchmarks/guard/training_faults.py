@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from programs import Data, Net, Program, fault, program
+from programs import Net, Program, fault, program
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
@@ -198,18 +198,27 @@ def infinite_gradient(program: Program) -> None:
     program.module = Overflows()
 
 
-class Spikes(Data):
-    """Data with a broken sample, whose pixels are a million times too large."""
+class Unnormalised(Net):
+    """Network without batch normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dataset.tensors[0][40] *= 1e6
+        self.net.norm1, self.net.norm2 = nn.Identity(), nn.Identity()
 
 
-@fault(USER, step=3)
-def broken_sample(program: Program) -> None:
-    """A sample's pixels are a million times too large."""
-    program.data = Spikes()
+class BreaksABatch(Unnormalised):
+    """Network that gets a broken batch in a step: all its pixels are a million."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Batch with or without the fault."""
+        is_broken = self.training and self.global_step == 230
+        return (torch.full_like(batch[0], 1e6) if is_broken else batch[0]), batch[1]
+
+
+@fault(USER, partial(program, module=Unnormalised), step=231, steps=260)
+def broken_batch(program: Program) -> None:
+    """All pixels of a batch are a million in step 231."""
+    program.module = BreaksABatch()
 
 
 @fault(TRAINCHECK, partial(program, optimizer=partial(Adam, lr=1e-3)), step=4)
@@ -250,30 +259,14 @@ def weights_tied_by_accident(program: Program) -> None:
     program.module.net.norm2.bias = program.module.net.norm2.weight
 
 
-class StartsAgain(Net):
-    """Network that trains on with the weights of an earlier training.
-
-    Args:
-        states: Whether the states of the optimizer are also loaded.
-    """
-
-    def __init__(self, states: bool = True) -> None:
-        super().__init__(partial(Adam, lr=1e-3))
-        self.states = states
-
-    def on_fit_start(self) -> None:
-        """Load the states of an optimizer that has trained the weights."""
-        if not self.states:
-            return
-        for parameter in self.parameters():
-            self.optimizers().state[parameter] = {
-                "step": torch.tensor(1000.0),
-                "exp_avg": torch.full_like(parameter, 1e-3),
-                "exp_avg_sq": torch.full_like(parameter, 1e-4),
-            }
+def resumed() -> Program:
+    """Return a program that continues from a checkpoint."""
+    made = program(optimizer=partial(Adam, lr=1e-3))
+    made.resume = lambda checkpoint: None
+    return made
 
 
-@fault(TRAINCHECK, partial(program, module=StartsAgain), step=1)
+@fault(TRAINCHECK, resumed, step=7)
 def resumed_without_optimizer_states(program: Program) -> None:
-    """A training continues with the weights of a checkpoint, and without the states of its optimizer."""
-    program.module = StartsAgain(states=False)
+    """A training continues from a checkpoint without states of the optimizer, which Lightning loads silently."""
+    program.resume = lambda checkpoint: checkpoint.update(optimizer_states=[])

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.callbacks.guarded_run import applied_checks, scheduled_rates, watched_run, yields_each_once
+from cnnstrategies.callbacks.guarded_steps import GuardedSteps
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.guarding.agreement import disagreements
 from cnnstrategies.guarding.batches import COMPARED, equal_ranks, fixed_row
@@ -36,9 +37,10 @@ class Guard(Callback):
 
     After the first step, every 100 steps and at the end: ranks that should have equal weights, buffers, states and
     options of optimizers do; weights move if and only if they should; learning rates are those of their schedules;
-    layers are in the mode that the user has set; losses and gradients are finite and like those before. Every 1,000
-    steps, layers are computed twice. Batches do not come twice in an epoch, or on two ranks. Each checkpoint is read
-    back. The page "Guard a run" has a table of the checks under each strategy.
+    layers are in the mode that the user has set; losses and gradients are finite and like those before; gradients
+    are set to zero and clipped, and schedules make a step in each step. Every 1,000 steps, layers are computed
+    twice. Batches do not come twice in an epoch, or on two ranks. Each checkpoint is read back. The page "Guard a
+    run" has a table of the checks under each strategy.
 
     Args:
         on_finding: ``warn`` prints a line for each finding. ``stop`` also ends all ranks together, with exit code 3.
@@ -82,8 +84,10 @@ class Guard(Callback):
         self._reset()
         self._applied = applied_checks(facts)
         with facts.local_code():
-            self._watch = TrainingWatch(pl_module, trainer.optimizers, watched_run(trainer))
+            run = watched_run(trainer)
+            self._watch = TrainingWatch(pl_module, trainer.optimizers, run)
             self._watch.begin(trainer.global_step)
+            self._steps = GuardedSteps(trainer, pl_module, run, self.every)
         if self._applied["replay"] and not any(is_compiled(layer) for layer in pl_module.modules()):
             self._replay = Replay(pl_module)
         io = trainer.strategy.checkpoint_io
@@ -107,6 +111,8 @@ class Guard(Callback):
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._running.observe()
+        with facts_of(trainer.strategy).local_code():
+            self._steps.before_backward()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -114,6 +120,7 @@ class Guard(Callback):
             self._scheduled = scheduled_rates(trainer)  # After this step, schedules may have computed other rates.
         with facts_of(trainer.strategy).local_code():
             self._running.records.add_gradients(self._begun_at + 1, optimizer)
+            self._steps.before_step(optimizer)
 
     @override
     def on_train_batch_end(
@@ -136,6 +143,13 @@ class Guard(Callback):
             self._is_checked = self._is_due(step)
             if self._is_checked:
                 self._check(trainer)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0 and self._watch is not None:
+            self._waiting += self._steps.in_validation()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -164,6 +178,8 @@ class Guard(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._replay is not None:
             self._replay.end()
+        if self._watch is not None:
+            self._steps.end()
         vars(trainer.strategy.checkpoint_io).pop("save_checkpoint", None)
 
     @property
@@ -188,6 +204,7 @@ class Guard(Callback):
         with facts.local_code():
             values, rows, alone = self._running.check(step)
             batches = fixed_row(self._running.batches.take())
+            alone += self._steps.check()
         alone = [*self._waiting, *alone, *self._wrong_rates(trainer)]
         self._waiting = []
         compared: list[Finding] = []
@@ -261,6 +278,8 @@ class Guard(Callback):
         with facts_of(trainer.strategy).local_code():
             written = digests_in(checkpoint)
         save(checkpoint, path, *args, **kwargs)
+        for finding in self._steps.in_checkpoint(checkpoint, str(path)):
+            self._note(trainer, finding)
         file = Path(path)
         self._saved.pop(file, None)
         if self._verified == file:

@@ -2,5 +2,6 @@
 
 The package needs only torch. ``digests`` computes checksums of tensors; ``agreement`` compares the ranks' checksums;
 ``records`` holds what the steps since the last check have computed; ``series`` looks at losses and gradient norms,
-``movement`` at weights, and ``modes`` at the modes of layers; ``findings`` has the text of a finding.
+``movement`` at weights, ``modes`` at the modes of layers, and ``calls`` at what a step does with gradients and
+schedules; ``findings`` has the text of a finding.
 """

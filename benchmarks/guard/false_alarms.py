@@ -1,0 +1,52 @@
+"""Trainings without faults, in which the callback `Guard` should find nothing.
+
+The first part are trainings that look unusual by design. The second part are published networks of torchvision on two
+ranks. The guard checks after the first step and after each 20 steps. The programs of the page of planted faults, run
+without their faults, are counted on that page.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parents[1] / "pipeline"), str(Path(__file__).parent)]
+
+import torch
+from by_design import STEPS, cases
+from guarded import findings_of
+from ranks import report
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    """Run all trainings, or some, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], help="trainings whose names contain these words")
+    parser.add_argument("--results", type=Path, help="file that keeps results; known results are not computed again")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    known: dict[str, list[str]] = {}
+    if options.results is not None and options.results.exists():
+        known = json.loads(options.results.read_text())
+    rows = [["training", "strategy", "steps", "findings"]]
+    for name, strategy, make in cases():
+        key = f"{name}, {strategy}"
+        if options.only and not any(word in key for word in options.only):
+            continue
+        steps = STEPS.get(name, 60)
+        if key not in known:
+            began = time.monotonic()
+            known[key] = [str(finding) for finding in findings_of(make(), steps)]
+            print(f"{time.monotonic() - began:.1f} s, {key}: {'; '.join(known[key]) or 'none'}", flush=True)
+            if options.results is not None:
+                options.results.write_text(json.dumps(known, indent=1))
+        rows.append([name, strategy, str(steps), "; ".join(known[key]) or "none"])
+    if not options.only:
+        report(HERE / "false_alarms.md", "Trainings in which the guard finds nothing", __doc__ or "", rows)
+
+
+if __name__ == "__main__":
+    main()

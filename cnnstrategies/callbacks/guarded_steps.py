@@ -1,0 +1,219 @@
+"""Checks of `Guard` for errors that all ranks make alike: in gradients, schedules, statistics and resumed states."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from cnnstrategies.guarding.calls import FEWEST, ScheduleHistory, ScheduleState, StepCalls
+from cnnstrategies.guarding.findings import Finding, and_others
+from cnnstrategies.guarding.modes import SWITCHED
+from cnnstrategies.guarding.watch import WatchedRun
+
+ENOUGH = 20  # Smallest number of steps in which weights with gradients must change.
+STILL = 0.01  # Fraction of a weight's elements that must change.
+ELEMENTS = 1 << 14  # Number of elements of a weight that are compared.
+SOME = 8  # Number of weights that are compared.
+RECORDED = 5  # Number of recorded steps from one check to the next.
+
+
+class GuardedSteps:
+    """Checks of one rank.
+
+    Args:
+        trainer: The trainer.
+        module: The module that is trained.
+        run: This rank's place in the run.
+        every: Number of steps from one check to the next.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, run: WatchedRun, every: int) -> None:
+        self._trainer, self._module, self._is_held = trainer, module, run.holds
+        sees_gradients = run.sees_gradients and run.reads_weights
+        self._schedules = ScheduleHistory()
+        self._statistics: dict[str, list[Tensor]] = {}  # Of batch normalisation, at the last check.
+        self._weights: dict[int, Tensor] = {}  # Some of the weights at the last comparison.
+        self._weights_at = -ENOUGH  # Number of steps before that comparison.
+        self._had_states = [len(optimizer.state) for optimizer in trainer.optimizers]
+        self._is_resumed = trainer.global_step > 0 and sees_gradients
+        self._calls: StepCalls | None = None
+        self._step = -1  # Number of steps before the last step that has begun.
+        if sees_gradients and module.automatic_optimization:
+            by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+            limit = trainer.gradient_clip_val if by_norm and trainer.gradient_clip_val else None
+            interval = max(1, every // RECORDED)
+            self._calls = StepCalls(trainer.optimizers, run.holds, interval, None if limit is None else float(limit))
+
+    def before_backward(self) -> None:
+        """Record a step before its first backward pass."""
+        if self._calls is not None and self._trainer.global_step != self._step:
+            self._step = self._trainer.global_step
+            self._calls.begin_step()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Record gradients before an optimizer's step."""
+        if self._calls is not None:
+            self._calls.before_step(optimizer)
+
+    def in_validation(self) -> Iterator[Finding]:
+        """Yield a finding if layers are in training mode. Call this before a batch of a validation."""
+        layers = {name: part for name, part in self._module.named_modules() if isinstance(part, SWITCHED)}
+        training = [name for name, layer in layers.items() if layer.training]
+        if training:
+            yield self._finding(
+                "modes",
+                and_others(training),
+                "is in training mode in the validation",
+                "train() in a validation, or on_validation_model_eval without eval()",
+                "call eval() before the validation",
+                is_note=len(training) < len(layers),
+            )
+
+    def check(self) -> Iterator[Finding]:
+        """Yield the findings since the last check."""
+        of_steps = list(self._of_steps())
+        yield from of_steps
+        yield from self._of_statistics()
+        if not of_steps:  # A learning rate of 0 explains weights that do not change.
+            yield from self._of_weights()
+        if wrong := self._schedules.wrong(list(self._progress())):
+            made, due = wrong
+            yield self._finding(
+                "rates",
+                "the learning rate's schedule",
+                f"has made {made} steps, and {due} were due",
+                "lr_scheduler_step does nothing" if made == 0 else "code steps the schedule, as Lightning does",
+                "step it once in each step, or return it from configure_optimizers only",
+                is_note=made == 0,
+            )
+        if self._is_resumed and self._trainer.global_step > 0:
+            self._is_resumed = False
+            states = [len(optimizer.state) for optimizer in self._trainer.optimizers]
+            if any(now and not before for now, before in zip(states, self._had_states, strict=False)):
+                yield self._finding(
+                    "checkpoint",
+                    "the optimizer's state",
+                    "was empty when the run was resumed",
+                    "the checkpoint does not contain it",
+                    "resume from a checkpoint with optimizer_states",
+                )
+
+    def in_checkpoint(self, checkpoint: Mapping[str, Any], path: str) -> Iterator[Finding]:
+        """Yield a finding if a checkpoint with optimizer states does not contain those of all optimizers."""
+        count = len(checkpoint.get("optimizer_states", self._trainer.optimizers))
+        if count < len(self._trainer.optimizers):
+            yield self._finding(
+                "checkpoint",
+                path,
+                f"has states of {count} of {len(self._trainer.optimizers)} optimizers",
+                "on_save_checkpoint removes them",
+                "keep them, or set save_weights_only of ModelCheckpoint",
+            )
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        if self._calls is not None:
+            self._calls.end()
+
+    def _of_steps(self) -> Iterator[Finding]:
+        if self._calls is None:
+            return
+        has_kept, excess, stands = self._calls.take()
+        if has_kept:
+            yield self._finding(
+                "calls",
+                "gradients",
+                "are not zero when a step begins",
+                "optimizer_zero_grad does nothing, so each step repeats the steps before",
+                "set gradients to zero in each step, or use trainer.accumulate_grad_batches",
+            )
+        if excess:
+            yield self._finding(
+                "calls",
+                "the norm of gradients",
+                f"is {excess:.1e} or more in the optimizer, and gradient_clip_val is {self._trainer.gradient_clip_val}",
+                "configure_gradient_clipping does nothing, or clips too late",
+                "call self.clip_gradients in configure_gradient_clipping",
+            )
+        if stands:
+            yield self._finding(
+                "rates",
+                "the learning rate",
+                "has been 0 since the last check",
+                "the schedule has ended, or rounds to 0",
+                "look at the schedule's formula and length",
+            )
+
+    def _of_statistics(self) -> Iterator[Finding]:
+        """Yield a finding if running statistics do not change although their layer counts batches."""
+        names: list[str] = []
+        flags: list[Tensor] = []
+        for name, layer in self._module.named_modules():
+            if not isinstance(layer, _BatchNorm) or layer.num_batches_tracked is None:
+                continue
+            values = [layer.num_batches_tracked, layer.running_mean, layer.running_var]
+            if not all(type(value) is Tensor and self._is_held(value) for value in values):
+                continue
+            before = self._statistics.get(name)
+            self._statistics[name] = now = [value.detach().clone() for value in values if value is not None]
+            if before is not None:
+                names.append(name)
+                equal = [(values == old).all() for values, old in zip(now[1:], before[1:], strict=True)]
+                flags.append(torch.stack([now[0] - before[0] >= FEWEST, *equal]).all())
+        are_stuck = torch.stack(flags).tolist() if flags else []  # One read from the device.
+        stuck = [name for name, is_stuck in zip(names, are_stuck, strict=True) if is_stuck]
+        if stuck:
+            yield self._finding(
+                "moves",
+                and_others(stuck),
+                "counts batches, but its running statistics do not change",
+                "its momentum is 0, or code restores them",
+                "set its momentum, for example to 0.1",
+            )
+
+    def _of_weights(self) -> Iterator[Finding]:
+        """Yield a finding if weights have gradients, and hardly any of their elements has changed in many steps."""
+        if self._calls is None or self._trainer.global_step - self._weights_at < ENOUGH:
+            return
+        groups = [group["params"] for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        held = [value for group in groups for value in group if value.grad is not None and self._is_held(value)]
+        dense = [value for value in held if value.dim() > 1 and value.layout is value.grad.layout is torch.strided]
+        some = dense[:: max(1, len(dense) // SOME)][:SOME]
+        before, self._weights = self._weights, {id(value): _part(value).clone() for value in some}
+        self._weights_at = self._trainer.global_step
+        if not some or self._weights.keys() != before.keys():
+            return
+        changed = torch.stack([(before[id(value)] != _part(value)).double().mean() for value in some])
+        pushed = torch.stack([(_part(value.grad) != 0).double().mean() for value in some])
+        largest, least = torch.stack([changed.max(), pushed.min()]).tolist()  # One read from the device.
+        if largest < STILL and least > 0.5:
+            kinds = sorted({str(value.dtype).removeprefix("torch.") for value in some})
+            yield self._finding(
+                "moves",
+                "weights",
+                f"do not change in {1 - largest:.1%} of their elements or more, although their gradients are not zero",
+                f"updates are smaller than the precision of the weights ({', '.join(kinds)}), or steps are undone",
+                "keep the weights in float32, and look at the learning rate",
+            )
+
+    def _progress(self) -> Iterator[ScheduleState]:
+        if not self._module.automatic_optimization:
+            return
+        for config in self._trainer.lr_scheduler_configs:
+            made = getattr(config.scheduler, "last_epoch", None)
+            if isinstance(made, int) and not config.reduce_on_plateau and config.frequency == 1:
+                due = self._trainer.global_step if config.interval == "step" else self._trainer.current_epoch
+                yield ScheduleState(id(config.scheduler), made, due)
+
+    def _finding(self, check: str, tensor: str, fault: str, cause: str, remedy: str, is_note: bool = False) -> Finding:
+        rank, step = self._trainer.global_rank, self._trainer.global_step
+        return Finding(check, rank, step, tensor, fault, cause, remedy, is_note)
+
+
+def _part(value: Tensor) -> Tensor:
+    """Return the first rows of a tensor, with about ``ELEMENTS`` elements."""
+    return value.detach()[: max(1, ELEMENTS * len(value) // max(1, value.numel()))]
