@@ -189,6 +189,11 @@ def repeated_batches(folder: Path, ends: Sequence[int], shuffles: bool) -> tuple
     return None
 
 
+def batch_digests(folder: Path) -> dict[str, bytes]:
+    """Return digests of the training batches in the folder of a run. Keys are the names of the files."""
+    return {str(file.relative_to(folder)): _digest(file) for file in sorted(folder.glob("*/*.pt"))}
+
+
 def _rows(file: Path) -> set[bytes]:
     """Return the different samples of a saved batch, as bytes of the rows of its first tensor."""
     tensor = next(tensors_in(torch.load(file, weights_only=False)), torch.empty(0))

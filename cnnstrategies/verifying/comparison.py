@@ -40,20 +40,27 @@ def verdict_of(train: Train, precision: Precision) -> Verdict:
         rows = [*_rows(reference, tested, noisy, END), *_other_ranks(reference, tested, noisy)]
         notes += reference_notes["turned off"]
         if not all(row.equal for row in rows):
-            notes += _explanation(train, Path(folder, "every step"), noisy, reference_notes, tested_notes, precision)
+            notes += _explanation(train, Path(folder, "repeated"), tested, noisy, reference_notes, tested_notes)
         rows += [_steps(reference_notes, tested_notes, tested), _logged(reference_notes, tested_notes, noisy)]
     return Verdict(tuple(rows), tuple(notes))
 
 
-def _pointed(train: Train, folder: Path, reference: RunRole, tested: RunRole) -> list[str]:
+def _pointed(train: Train, folder: Path, reference: RunRole, tested: RunRole, noisy: Sequence[RunRole]) -> list[str]:
     """Return lines for the user: the first value that differs by the runs' traces, and its likely cause.
 
     If the traces show no difference, the list has the first value that is NaN or infinite in both runs, or is empty.
+
+    Args:
+        train: Function that trains the module.
+        folder: Folder for the files of more runs.
+        reference: The run on one device, with a trace.
+        tested: The run under the strategy, with traces.
+        noisy: Runs with errors of rounding on the same batches; empty if there are no such runs yet.
     """
     comparison = TraceComparison(
         reference.traces()[0],
         tested.traces(),
-        [trace for role in train_with_noise(train, folder, tested) for trace in role.traces()],
+        [trace for role in noisy or train_with_noise(train, folder, tested) for trace in role.traces()],
         tested.notes["ranks per batch"],
         LEAST[reference.precision],
     )
@@ -151,12 +158,20 @@ def _logged(reference: dict[str, Any], tested: dict[str, Any], noisy: Sequence[R
 def _explanation(
     train: Train,
     folder: Path,
+    first: RunRole,
     noisy: Sequence[RunRole],
     reference_notes: dict[str, Any],
     tested_notes: dict[str, Any],
-    precision: Precision,
 ) -> list[str]:
-    """Repeat both runs with traces and with a checkpoint after each step, to find the first difference.
+    """Repeat both runs with traces, and with a checkpoint after each step if the traces show no difference.
+
+    Args:
+        train: Function that trains the module.
+        folder: Folder for the files of the repeated runs.
+        first: The run under the strategy that is repeated.
+        noisy: Runs with errors of rounding on the batches of that run.
+        reference_notes: Notes of the run on one device.
+        tested_notes: Notes of the run under the strategy.
 
     Returns:
         Lines for the user: the first difference, and possible causes.
@@ -167,9 +182,12 @@ def _explanation(
             "the training step or a batch hook draws random numbers (as for mixup), and each process draws different "
             "numbers"
         )
-    reference, tested = train_both(train, folder, precision, every_step=True)
-    if pointed := _pointed(train, folder, reference, tested):
+    reference, tested = train_both(train, folder / "traced", first.precision, saves_trace=True)
+    same = noisy if tested.loads_as(first) else []
+    if pointed := _pointed(train, folder, reference, tested, same):
         return [*pointed, *causes]
+    # Only checkpoints have the states of optimizers.
+    reference, tested = train_both(train, folder / "saved", first.precision, saves_steps=True)
     for step in itertools.count(1):
         file = f"step-{step}.ckpt"
         if not (reference.folder / file).exists() or not (tested.folder / file).exists():

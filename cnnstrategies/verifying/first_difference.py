@@ -37,6 +37,7 @@ class FirstDifference:
         rounding: Difference that errors of rounding make on one device, in the same measure.
         agreeing: Ranks that have the value, too, and agree with one device.
         previous: Name of the module whose output is the last one before this value that agrees; empty if there is none.
+        is_at_end: Whether the value is that at the end of the run; its step follows the last one.
     """
 
     step: int
@@ -48,11 +49,13 @@ class FirstDifference:
     rounding: float
     agreeing: tuple[int, ...] = ()
     previous: str = ""
+    is_at_end: bool = False
 
     def __str__(self) -> str:
+        step = f"after the last step ({self.step - 1})" if self.is_at_end else f"step {self.step}"
         microbatch = "" if self.microbatch is None else f"microbatch {self.microbatch}, "
         return (
-            f"first: {self.kind} of {self.name}, step {self.step}, {microbatch}rank {self.ranks[0]}: differs by "
+            f"first: {self.kind} of {self.name}, {step}, {microbatch}rank {self.ranks[0]}: differs by "
             f"{self.size:.1e} of its size, where rounding explains {self.rounding:.0e}"
         )
 
@@ -93,7 +96,7 @@ class TraceComparison:
 
     def first(self) -> FirstDifference | None:
         """Return the first value that differs by more than rounding explains; None if there is no such value."""
-        for step in range(len(self.reference.samples)):
+        for step in range(len(self.reference.samples) + 1):
             if difference := self._first_value(step):
                 return difference
             for kind in GRADIENTS:
@@ -160,6 +163,7 @@ class TraceComparison:
                         rounding=rounding,
                         agreeing=tuple(sorted({part.rank for part in parts} - set(ranks))),
                         previous=previous,
+                        is_at_end=step == len(self.reference.samples),
                     )
                 if value.kind == "output" and parts:
                     previous = value.name

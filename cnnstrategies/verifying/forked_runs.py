@@ -23,14 +23,23 @@ class TrainingError(RuntimeError):
     """Error of a failed run. The error message contains the last lines of the run's output."""
 
 
-def train_both(train: Train, folder: Path, precision: Precision, every_step: bool = False) -> tuple[RunRole, RunRole]:
+def train_both(
+    train: Train, folder: Path, precision: Precision, saves_trace: bool = False, saves_steps: bool = False
+) -> tuple[RunRole, RunRole]:
     """Train under the strategy, and then on one device with the same batches.
+
+    Args:
+        train: Function that trains the module.
+        folder: Folder for the files of the runs.
+        precision: Precision of the runs.
+        saves_trace: Whether the runs save traces.
+        saves_steps: Whether the runs save a checkpoint after each step.
 
     Returns:
         First the run on one device, and second the run under the strategy.
     """
-    tested = RunRole(folder / "tested", None, precision, every_step)
-    reference = RunRole(folder / "reference", tested.folder, precision, every_step)
+    tested = RunRole(folder / "tested", None, precision, saves_trace, saves_steps)
+    reference = RunRole(folder / "reference", tested.folder, precision, saves_trace, saves_steps)
     for role in (tested, reference):
         train_in_fork(train, role)
     return reference, tested
@@ -44,7 +53,7 @@ def train_with_noise(train: Train, folder: Path, tested: RunRole) -> list[RunRol
         folder: Folder for the files of the runs.
         tested: The run under the strategy, whose batches are used.
     """
-    roles = [RunRole(folder / f"noise-{seed}", tested.folder, tested.precision, noise=seed) for seed in NOISE]
+    roles = [RunRole(folder / f"noise-{seed}", tested.folder, tested.precision, True, noise=seed) for seed in NOISE]
     for role in roles:
         train_in_fork(train, role)
     return roles

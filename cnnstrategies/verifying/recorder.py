@@ -25,6 +25,7 @@ from cnnstrategies.verifying.batches import (
     GlobalBatches,
     Precision,
     ValidationBatches,
+    batch_digests,
     rank_folders,
     repeated_batches,
     samples,
@@ -48,15 +49,16 @@ class RunRole:
         of: Folder of the run under the strategy. The run on one device reads its batches from this folder. None if this
             is the run under the strategy.
         precision: Precision in which the run trains.
-        every_step: Whether the run also saves a checkpoint after each step, and a trace.
-        noise: Seed of errors of rounding that are added to the outputs of layers; 0 if no errors are added. Such a run
-            saves a trace, and no checkpoints after each step.
+        saves_trace: Whether the run saves a trace.
+        saves_steps: Whether the run saves a checkpoint after each step.
+        noise: Seed of errors of rounding that are added to the outputs of layers; 0 if no errors are added.
     """
 
     folder: Path
     of: Path | None = None
     precision: Precision = "64-true"
-    every_step: bool = False
+    saves_trace: bool = False
+    saves_steps: bool = False
     noise: int = 0
 
     @property
@@ -108,6 +110,10 @@ class RunRole:
                     return f"process {file.parent.name} loads epochs in the same order: call the sampler's set_epoch"
                 return f"process {file.parent.name} loads the same samples in batches {first} and {second} of the run"
         return ""
+
+    def loads_as(self, other: "RunRole") -> bool:
+        """Return whether two runs under a strategy have loaded the same batches."""
+        return batch_digests(self.folder) == batch_digests(other.folder)
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return sketches of the weights and buffers that the run's ranks had at its end, in the order of the ranks."""
@@ -164,7 +170,7 @@ class Recorder(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
         self._notes["unlike one device"] = differences(trainer, size)
-        if self._role.every_step or self._role.noise:
+        if self._role.saves_trace:
             self._tracer = Tracer(pl_module, self._role.noise)
         self._begun = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
         self._notes["parameters"] = list(self._begun)
@@ -197,7 +203,7 @@ class Recorder(Checkpoint):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._role.every_step and trainer.global_step > self._step:
+        if self._role.saves_steps and trainer.global_step > self._step:
             self._step = trainer.global_step
             trainer.save_checkpoint(self._role.folder / f"step-{self._step}.ckpt")
         if self._tracer is not None:
@@ -254,13 +260,13 @@ class Recorder(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a checkpoint and the notes. Lightning calls this hook after all other hooks of the last step."""
         trainer.save_checkpoint(self._role.folder / END)
-        if self._tracer is not None:
-            self._tracer.save(self._role.folder / f"trace-{trainer.global_rank}.pt")
         # A strategy may need all ranks for the next two values.
         changed = self._changed(pl_module)
         values = [*pl_module.named_parameters(), *pl_module.named_buffers()]
         state = {name: sketch_of(value, by_sample=False) for name, value in values}
         torch.save(state, self._role.folder / f"state-{trainer.global_rank}.pt")
+        if self._tracer is not None:
+            self._tracer.save(self._role.folder / f"trace-{trainer.global_rank}.pt", state)
         if not trainer.is_global_zero:
             return
         has_global_batches = facts_of(trainer.strategy).has_global_batches

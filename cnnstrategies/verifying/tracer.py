@@ -7,7 +7,7 @@ as in Achlioptas, "Database-friendly random projections", 2003).
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,8 @@ class SketchedValue:
     """Sketch of one value of a run.
 
     Attributes:
-        step: Number of the batch in the run, beginning with 0.
+        step: Number of the batch in the run, beginning with 0. Weights and buffers are those before the batch; those at
+            the end of the run have the number of batches.
         kind: Kind of the value.
         name: Name of the module, the parameter or the buffer; empty for the loss.
         call: Number of earlier calls of the module with this batch; 0 for other values.
@@ -179,10 +180,19 @@ class Tracer:
             if self._is_training and id(parameter) in parameters and parameter.grad is not None:
                 self._add("final gradient", name, parameter.grad)
 
-    def save(self, file: Path) -> None:
-        """Remove the hooks, and save the trace."""
+    def save(self, file: Path, end: Mapping[str, Tensor]) -> None:
+        """Remove the hooks, and save the trace.
+
+        Args:
+            file: File for the trace.
+            end: Sketches of the weights and buffers at the end of the run. Keys are their names.
+        """
         for handle in self._handles:
             handle.remove()
+        buffers = {name for name, _ in self._module.named_buffers()}
+        for name, sketch in end.items():
+            kind: Kind = "buffer" if name in buffers else "weight"
+            self._trace.values.append(SketchedValue(len(self._trace.samples), kind, name, 0, sketch))
         torch.save(self._trace, file)
 
     def _before(self, part: nn.Module, arguments: tuple[Any, ...]) -> None:

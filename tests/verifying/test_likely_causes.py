@@ -1,6 +1,7 @@
 """Faults in a user's code: `verify` names the first value that differs, its rank, and the kind of cause."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.verifying import forked_runs
+from cnnstrategies.verifying.recorder import RunRole
 
 
 def is_rank_1() -> bool:
@@ -77,6 +80,22 @@ class Statistics(Plain):
     def on_train_start(self) -> None:
         if is_rank_1():
             self.net[0].running_mean.add_(0.1)
+
+
+class Ends(Plain):
+    """A module whose weights differ on rank 1 only, and only after the last step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and is_rank_1():
+            self.first.weight.data.mul_(1.01)
+
+
+class States(Plain):
+    """A module under whose strategies the optimizer's state gets an entry that changes no weight."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.trainer.world_size == 2:
+            self.optimizers().state[self.first.weight]["extra"] = torch.ones(1)  # type: ignore[union-attr]
 
 
 class Momentum(Plain):
@@ -151,6 +170,12 @@ CASES: dict[str, tuple[LightningModule, str, str, str]] = {
         "first: buffer of net.0.running_mean, step 2, rank 1: ",
         "a buffer that differs between processes: net.0.running_mean",
     ),
+    "end of rank 1": (
+        Ends(),
+        "ddp",
+        "first: weight of first.weight, after the last step (3), rank 1: ",
+        "the optimizer's step or gradient clipping on rank 1 only: gradients agree",
+    ),
     "late": (Late(), "ddp", "first: weight of late, step 2, rank 0: ", "a gradient that is not combined"),
     "buffer": (
         Statistics(nn.BatchNorm2d(4)),
@@ -195,3 +220,37 @@ def test_rounding_is_measured_in_lower_precisions(precision: Any, strategy: str)
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="precision=bf16-true: verify trains in one of 64-true, 32-true, bf16"):
         cnnstrategies.verify(Plain(), loader(), precision="bf16-true")  # type: ignore[arg-type]
+
+
+def test_runs_with_errors_of_rounding_are_made_once_and_traced_runs_save_no_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    roles: list[RunRole] = []
+    train_in_fork = forked_runs.train_in_fork
+    monkeypatch.setattr(
+        forked_runs, "train_in_fork", lambda train, role: (roles.append(role), train_in_fork(train, role))
+    )
+    module, strategy, first, _ = CASES["end of rank 1"]
+    verdict = cnnstrategies.verify(module, loader(), strategy, steps=3, precision="32-true")
+    assert any(note.startswith(first) for note in verdict.notes), verdict
+    assert [role.folder.name for role in roles] == ["tested", "reference", "noise-1", "noise-2", "tested", "reference"]
+    assert [role.saves_trace for role in roles] == [False, False, True, True, True, True]
+    assert not any(role.saves_steps for role in roles)
+
+
+def test_a_step_whose_optimizer_states_differ_is_named() -> None:
+    verdict = cnnstrategies.verify(States(), loader(), "ddp", steps=3)
+    assert verdict.notes[0].startswith("first difference after step 2: optimizer: "), verdict
+    assert {row.name for row in verdict.rows if not row.equal} == {"optimizer"}
+
+
+@pytest.mark.light
+def test_runs_load_the_same_batches_if_all_files_of_all_ranks_are_equal(tmp_path: Path) -> None:
+    roles = [RunRole(tmp_path / name) for name in ("a", "b")]
+    for role in roles:
+        for rank in range(2):
+            (role.folder / str(rank)).mkdir(parents=True)
+            torch.save([torch.full((2, 3), rank)], role.folder / str(rank) / "0.pt")
+    assert roles[0].loads_as(roles[1])
+    torch.save([torch.full((2, 3), 5)], roles[1].folder / "1" / "0.pt")
+    assert not roles[0].loads_as(roles[1])
