@@ -97,11 +97,15 @@ class Stopwatch:
         returns them.
         """
         measured = []
-        while self._ended and (not self._on_device or self._ended[0].end.query()):
+        while self._ended and self._is_complete(self._ended[0]):
             marks = self._ended.popleft()
             waited = sum(self._between(*wait) for wait in marks.waits)
             measured.append(Measured(self._between(marks.start, marks.end), waited, marks.work))
         return measured
+
+    def _is_complete(self, marks: _Marks) -> bool:
+        """Return whether the device has reached all events of a run. Waits may lie in other streams than its end."""
+        return not self._on_device or all(event.query() for event in (marks.end, *(end for _, end in marks.waits)))
 
     def take_mean(self) -> float:
         """Return the mean of the rank's own seconds in all that :meth:`take` would return; 0 without measurements."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from cnnstrategies import ImageClassifier, cli
-from cnnstrategies.callbacks import GracefulStop, Pictures, graceful_stop
+from cnnstrategies.callbacks import GracefulStop, Pictures, SlowLines, graceful_stop, slow_steps, step_blocks
 from cnnstrategies.callbacks.picture_counts import counts_for
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
@@ -254,6 +254,8 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     graceful_stop.CHECK_SECONDS = (
         1000.0  # Otherwise it would check twice a second, possibly in each of these slow steps.
     )
+    slow_steps.FIRST, slow_steps.EVERY, slow_steps.READ_AFTER = 0, 0.0, 1
+    slow_steps.STEPS = step_blocks.STEPS = 2  # A block ends in these few steps, and the ranks exchange it.
     measure.profile = PROFILE
     gradient_sums.MESSAGE_BYTES = 1000  # Otherwise these small gradients would be one message.
     trainer = quiet_trainer(
@@ -262,7 +264,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         accelerator="gpu" if kind == "cuda" else "cpu",
         max_epochs=1,
         limit_train_batches=case.steps,
-        callbacks=[waits := Waits(), CountsForPictures(), *[GracefulStop()] * case.is_graceful],
+        callbacks=[waits := Waits(), CountsForPictures(), SlowLines(), *[GracefulStop()] * case.is_graceful],
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
         gradient_clip_val=case.clip,
