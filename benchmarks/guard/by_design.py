@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
     LinearLR,
     OneCycleLR,
     SequentialLR,
+    StepLR,
 )
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
@@ -122,6 +123,43 @@ class KeepsZeros(Net):
         optimizer.zero_grad(set_to_none=False)
 
 
+class DrawsPredictions(Net):
+    """Network whose dropout draws numbers in validations, too."""
+
+    def on_validation_start(self) -> None:
+        """Set dropout to training mode."""
+        self.net.drop.train()
+
+    def on_validation_end(self) -> None:
+        """Set dropout to training mode, as it was before the validation."""
+        self.net.drop.train()
+
+
+class Accumulates(Net):
+    """Network that accumulates the gradients of three batches by its own hooks."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Set gradients to None before each third batch."""
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Make a step after each third batch."""
+        if batch_idx % 3 == 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class DecaysByEpoch(Net):
+    """Network whose learning rate falls after each second epoch."""
+
+    def configure_optimizers(self) -> Any:
+        """Optimizer and schedule."""
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [StepLR(optimizer, 2, 0.7)]
+
+
 def warm_up(optimizer: Any) -> Any:
     """Return a schedule that begins with 0, and ends with 0 after 60 steps."""
     parts = [LinearLR(optimizer, 1e-8, 1.0, 10), LinearLR(optimizer, 1.0, 0.0, 50)]
@@ -161,6 +199,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     ),
     "large penalties in each sixteenth step": partial(program, module=Penalised),
     "statistics frozen at the start of an epoch": partial(program, module=FrozenStatistics),
+    "dropout in validations": lambda: with_options(program(module=DrawsPredictions), val_check_interval=3),
+    "gradients accumulated by hooks": partial(program, module=Accumulates),
+    "a schedule of epochs": partial(program, module=DecaysByEpoch),
     "samples drawn with weights": weighted,
     "accumulated gradients, clipped": lambda: with_options(
         program(), accumulate_grad_batches=2, gradient_clip_val=0.01

@@ -123,10 +123,25 @@ def flipped_bit_in_an_activation(program: Program) -> None:
     program.module = FlipsActivations("conv2", (4,))
 
 
+class FailingUnit(Net):
+    """Network with a layer whose output is wrong on rank 1 in each fourth computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.net.fc.forward = self.computed
+
+    def computed(self, values: Tensor) -> Tensor:
+        """Output of the layer, with or without the fault."""
+        output = torch.nn.functional.linear(values, self.net.fc.weight, self.net.fc.bias)
+        self.count += self.training
+        return element_flipped(output) if self.training and self.count % 4 == 3 and own_rank() == 1 else output
+
+
 @fault(HARDWARE, module="net.fc", rank=1, step=3)
 def unit_that_fails_now_and_then(program: Program) -> None:
-    """A computing unit flips a bit of an activation in a quarter of the steps."""
-    program.module = FlipsActivations("fc", tuple(range(3, 1000, 4)))
+    """A computing unit flips a bit of an activation in a quarter of its computations."""
+    program.module = FailingUnit()
 
 
 @fault(HARDWARE, partial(program, "parameter_server"), module="net.norm1", rank=1, step=3)

@@ -2,10 +2,10 @@
 
 Each row is a program with one fault. "Where" is the truth: the module, the rank and the first step in which the fault
 acts. `verify` compares eight steps with one device, and names the first difference. The guard checks after the first
-step and after each 20 steps, and counts if it finds the fault within two checks; the cell begins with the name of the
-check. The module counts as named if a line names it or a layer beside it. Where strategies are not named, the program
-runs under `ddp`. A strategy that refuses the run by name has found the fault as well. All programs were also run
-without their faults.
+step and after each 20 steps, computes layers twice in each tenth step, and counts if it finds the fault within two
+checks; the cell begins with the name of the check. The module counts as named if a line names it or a layer beside it.
+Where strategies are not named, the program runs under `ddp`. A strategy that refuses the run by name has found the
+fault as well. All programs were also run without their faults.
 
 Faults with the names of [TrainCheck](https://arxiv.org/abs/2506.14813) and
 [TTrace](https://arxiv.org/abs/2506.09280) are of kinds that these papers describe, re-created small. Most faults were

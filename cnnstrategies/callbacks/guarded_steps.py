@@ -60,17 +60,24 @@ class GuardedSteps:
             self._calls.before_step(optimizer)
 
     def in_validation(self) -> Iterator[Finding]:
-        """Yield a finding if layers are in training mode. Call this before a batch of a validation."""
+        """Yield a finding if the module or its batch normalisation is in training mode in a batch of a validation.
+
+        Dropout alone may be in training mode by design, to draw several predictions.
+        """
         layers = {name: part for name, part in self._module.named_modules() if isinstance(part, SWITCHED)}
-        training = [name for name, layer in layers.items() if layer.training]
-        if training:
+        wrong = [
+            name
+            for name, layer in layers.items()
+            if layer.training and (self._module.training or isinstance(layer, _BatchNorm))
+        ]
+        if wrong:
             yield self._finding(
                 "modes",
-                and_others(training),
+                and_others(wrong),
                 "is in training mode in the validation",
                 "train() in a validation, or on_validation_model_eval without eval()",
                 "call eval() before the validation",
-                is_note=len(training) < len(layers),
+                is_note=not self._module.training,
             )
 
     def check(self) -> Iterator[Finding]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from cnnstrategies._torch_private import norms_of
 
@@ -72,9 +71,8 @@ class StepCalls:
         self._optimizers, self._is_held, self._interval, self._limit = optimizers, is_held, interval, limit
         self._steps = 0
         self._before: dict[int, Tensor] = {}  # Norms before clipping in the current step, by the optimizers.
-        self._handles: list[RemovableHandle] = []
-        if limit is not None:
-            self._handles = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        self._has_stepped = False  # Whether an optimizer has made a step since a step has begun.
+        self._handles = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
         self._begin()
 
     def _begin(self) -> None:
@@ -89,11 +87,13 @@ class StepCalls:
         self._rates.append(
             max((float(group["lr"]) for group in groups if isinstance(group.get("lr"), float)), default=1)
         )
-        if self._steps % self._interval == 0 and self._steps > 0:
+        # Without an optimizer's step, hooks of the user accumulate gradients.
+        if self._steps % self._interval == 0 and self._has_stepped:
             norms = [norm for optimizer in self._optimizers if (norm := self._norm(optimizer)) is not None]
             self._kept += norms[:1]
             self._clean += not norms
-        self._steps += 1
+        self._steps += self._has_stepped or not self._steps
+        self._has_stepped = False
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Record the norm of an optimizer's gradients before they are clipped."""
@@ -104,6 +104,7 @@ class StepCalls:
                 self._before[id(optimizer)] = norm
 
     def _after_step(self, optimizer: Optimizer, arguments: object, options: object) -> None:
+        self._has_stepped = True
         before = self._before.pop(id(optimizer), None)
         after = None if before is None else self._norm(optimizer)
         if before is not None and after is not None:
