@@ -155,6 +155,9 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     The public function returns the norm of all tensors together only. The norms of 16-bit tensors are computed in
     float32.
     """
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        with torch.no_grad():
+            return torch.stack(torch._foreach_norm(list(tensors), 2))
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     norms: list[Tensor] = [tensors[0]] * len(tensors)
     for is_short in (True, False):

@@ -15,8 +15,13 @@ from torch.optim import Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
-from cnnstrategies._torch_private import is_compiled
-from cnnstrategies.callbacks.guarded_run import applied_checks, scheduled_rates, watched_run, yields_each_once
+from cnnstrategies.callbacks.guarded_run import (
+    applied_checks,
+    is_compiled_in_part,
+    scheduled_rates,
+    watched_run,
+    yields_each_once,
+)
 from cnnstrategies.callbacks.guarded_steps import GuardedSteps
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.guarding.agreement import disagreements
@@ -82,13 +87,13 @@ class Guard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         facts = facts_of(trainer.strategy)
         self._reset()
-        self._applied = applied_checks(facts)
+        self._applied = applied_checks(facts, trainer.world_size)
         with facts.local_code():
             run = watched_run(trainer)
             self._watch = TrainingWatch(pl_module, trainer.optimizers, run)
             self._watch.begin(trainer.global_step)
             self._steps = GuardedSteps(trainer, pl_module, run, self.every)
-        if self._applied["replay"] and not any(is_compiled(layer) for layer in pl_module.modules()):
+        if self._applied["replay"] and not is_compiled_in_part(trainer):
             self._replay = Replay(pl_module)
         io = trainer.strategy.checkpoint_io
         if trainer.is_global_zero and not isinstance(io, AsyncCheckpointIO):
@@ -155,7 +160,7 @@ class Guard(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with facts_of(trainer.strategy).local_code():
             repeated = self._running.batches.end_epoch()
-        if repeated and yields_each_once(trainer.train_dataloader):
+        if repeated and self._applied["samples"] and yields_each_once(trainer.train_dataloader):
             self._note(
                 trainer,
                 Finding(

@@ -7,30 +7,37 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from cnnstrategies._lightning_private import averages_models
+from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.guarding.rates import ScheduledRate
 from cnnstrategies.guarding.watch import WatchedRun
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 
-Check = Literal["replicas", "finite", "history", "moves", "rates", "modes", "replay", "batches", "checkpoint"]
+Check = Literal[
+    "replicas", "finite", "history", "moves", "rates", "calls", "modes", "replay", "batches", "samples", "checkpoint"
+]
 ONCE_EACH = (RandomSampler, SequentialSampler, DistributedSampler)  # Samplers that yield each sample once in an epoch.
 
 
-def applied_checks(facts: StrategyFacts) -> dict[Check, bool]:
+def applied_checks(facts: StrategyFacts, ranks: int) -> dict[Check, bool]:
     """Return which checks apply under a strategy.
 
     Args:
         facts: Facts about the strategy.
+        ranks: Number of ranks.
     """
+    steps_together = facts.steps_in_lockstep and ranks > 1
     return {
-        "replicas": facts.replicas_agree and facts.steps_in_lockstep,
+        "replicas": facts.replicas_agree and steps_together,
         "finite": True,
         "history": True,
         "moves": not facts.shards_parameters,
         "rates": True,
+        "calls": facts.step_kind != "worker" and not facts.shards_parameters,
         "modes": True,
-        "replay": not (facts.shards_parameters or facts.compiles_network or facts.divides_values),
-        "batches": facts.steps_in_lockstep and not facts.has_global_batches,
+        "replay": not (facts.shards_parameters or facts.divides_values),
+        "batches": steps_together and facts.ranks_per_batch < ranks and not facts.has_global_batches,
+        "samples": facts.step_kind != "stages" and not facts.divides_values,
         "checkpoint": True,
     }
 
@@ -38,7 +45,7 @@ def applied_checks(facts: StrategyFacts) -> dict[Check, bool]:
 def watched_run(trainer: Trainer) -> WatchedRun:
     """Return a rank's place in the run, and the promises of its strategy."""
     facts = facts_of(trainer.strategy)
-    applied = applied_checks(facts)
+    applied = applied_checks(facts, trainer.world_size)
     return WatchedRun(
         rank=trainer.global_rank,
         holders=facts.holders_of,
@@ -48,6 +55,13 @@ def watched_run(trainer: Trainer) -> WatchedRun:
         counts_alike=not facts.may_skip_steps,
         may_skip=getattr(trainer.precision_plugin, "scaler", None) is not None,
     )
+
+
+def is_compiled_in_part(trainer: Trainer) -> bool:
+    """Return whether a layer is compiled, or the module or a callback asks for this."""
+    owners = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]  # set outside the class
+    asks = any(getattr(owner, "compile_backend", None) is not None for owner in owners)
+    return asks or any(is_compiled(layer) for layer in trainer.lightning_module.modules())
 
 
 def scheduled_rates(trainer: Trainer) -> list[ScheduledRate]:

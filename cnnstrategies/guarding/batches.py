@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies.guarding.digests import sample_digest
 
 LEAVES = 4  # Number of a batch's tensors that are looked at.
-COMPARED = 16  # Largest number of batches since the last check that are compared over the ranks.
+COMPARED = 16  # Largest number of batches after a check that are looked at.
 FEWEST = 4  # Smallest number of batches of which a statement is made.
-REPEATED = 0.2  # Fraction of an epoch's batches that must have come before.
+REPEATED = 0.2  # Fraction of an epoch's batches that were looked at, which must have come before.
 
 
 class BatchRecords:
@@ -28,7 +28,12 @@ class BatchRecords:
         self._epoch: list[int] = []
 
     def add(self, batch: Any) -> None:
-        """Record a batch, unless this rank has only some of its tensors, such as the targets."""
+        """Record one of the first batches after a check.
+
+        A batch of which this rank has only some tensors, such as the targets, is left out.
+        """
+        if len(self._waiting) >= COMPARED:
+            return
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()][:LEAVES]
         if leaves and all(type(leaf) is Tensor and self._is_held(leaf) for leaf in leaves):
             sums = [sample_digest(leaf) for leaf in leaves if leaf.layout is torch.strided]

@@ -33,11 +33,11 @@ class Modes:
 
     def begin_batch(self) -> None:
         """Record the modes before a batch. After the hooks of an epoch's start they are what the user has set."""
-        now = self._now()
         if not self._reference:
-            self._reference = dict(now)
+            self._reference = self._now()
         elif self._at_epoch:
-            self._reference |= {name: mode for name, mode in now.items() if mode != self._at_epoch.get(name, mode)}
+            changed = {name: mode for name, mode in self._now().items() if mode != self._at_epoch.get(name, mode)}
+            self._reference |= changed
         self._at_epoch = {}
         self.observe()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -30,23 +31,13 @@ class WeightState:
     has_gradient: bool
 
 
-@dataclass(frozen=True)
-class Movements:
-    """Names of parameters that have changed or not changed since the last check, against what was expected.
-
-    Attributes:
-        stuck: They have gradients and an optimizer, but did not change.
-        not_optimized: They have gradients, but are in no optimizer, and did not change.
-        without_gradient: They are trainable, but had no gradient, and did not change.
-        moved_by_optimizer: They are frozen, but an optimizer has changed them.
-        written: They are frozen and had not changed before, but have changed.
-    """
-
-    stuck: list[str]
-    not_optimized: list[str]
-    without_gradient: list[str]
-    moved_by_optimizer: list[str]
-    written: list[str]
+# Kinds of parameters whose values have changed or not changed against what was expected:
+# "stuck": it has gradients and an optimizer, but has not changed.
+# "not optimized": it has gradients, but is in no optimizer, and has not changed.
+# "without a gradient": it is trainable, but had no gradient, and has not changed.
+# "moved by an optimizer": it is frozen, but an optimizer has changed it.
+# "written": it is frozen and had not changed before, but has changed.
+Movement = Literal["stuck", "not optimized", "without a gradient", "moved by an optimizer", "written"]
 
 
 class MovementHistory:
@@ -58,7 +49,7 @@ class MovementHistory:
 
     def compare(
         self, now: Mapping[str, WeightState], records: TakenRecords, steps: int, sees_gradients: bool
-    ) -> Movements:
+    ) -> dict[Movement, list[str]]:
         """Compare the parameters with those at the last check, and keep them for the next check.
 
         Args:
@@ -67,36 +58,34 @@ class MovementHistory:
             steps: Number of these steps.
             sees_gradients: Whether gradients are in the parameters before an optimizer's step.
         """
-        result = Movements([], [], [], [], [])
+        result: dict[Movement, list[str]] = {}
         for name, state in now.items():
             before = self._before.get(name)
             if before is None:
                 continue
             has_moved = before.digest != state.digest
-            record = records.parameters.get(name)
+            reach = records.reach.get(name)
             if name not in records.trainable:
                 self._look_at_frozen(result, name, state, before, has_moved)
                 continue
             self._constant.pop(name, None)
-            if has_moved:
+            if has_moved or steps < ENOUGH:
                 continue
-            if steps < ENOUGH:
-                continue
-            if record is not None and record.reach > MARGIN * torch.finfo(state.dtype).eps * state.norm:
-                result.stuck.append(name)
-            elif record is None and sees_gradients and state.has_gradient and not state.is_optimized:
-                result.not_optimized.append(name)
-            elif record is None and not state.has_gradient:
-                result.without_gradient.append(name)
+            if reach is not None and reach > MARGIN * torch.finfo(state.dtype).eps * state.norm:
+                result.setdefault("stuck", []).append(name)
+            elif reach is None and sees_gradients and state.has_gradient and not state.is_optimized:
+                result.setdefault("not optimized", []).append(name)
+            elif reach is None and not state.has_gradient:
+                result.setdefault("without a gradient", []).append(name)
         self._before = dict(now)
         return result
 
     def _look_at_frozen(
-        self, result: Movements, name: str, state: WeightState, before: WeightState, has_moved: bool
+        self, result: dict[Movement, list[str]], name: str, state: WeightState, before: WeightState, has_moved: bool
     ) -> None:
         if not has_moved:
             self._constant[name] = self._constant.get(name, 0) + 1
         elif state.is_optimized and state.has_gradient and before.has_gradient:
-            result.moved_by_optimizer.append(name)
+            result.setdefault("moved by an optimizer", []).append(name)
         elif self._constant.pop(name, 0) >= 2:
-            result.written.append(name)
+            result.setdefault("written", []).append(name)

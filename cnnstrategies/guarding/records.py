@@ -3,7 +3,8 @@
 Nothing is read on the host before :meth:`StepRecords.take`, because a read makes the CPU wait for its device.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,18 +15,22 @@ from cnnstrategies._torch_private import norms_of
 
 
 @dataclass
-class ParameterRecord:
-    """Gradients of one parameter in the optimizer's steps since the last check.
+class GradientBlock:
+    """Gradients of the same parameters in consecutive steps of an optimizer.
 
     Attributes:
-        steps: Numbers of the steps for which the parameter had a gradient.
-        norms: Norms of the gradient in these steps.
-        reach: Largest product of a finite gradient's norm and the learning rate of the step.
+        owners: Ids of the parameters.
+        steps: Numbers of the steps.
+        rates: Learning rates of the optimizer's groups in each step.
+        sizes: Number of the parameters in each group.
+        norms: Norms of the gradients in each step.
     """
 
+    owners: list[int]
+    sizes: list[int]
     steps: list[int] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    reach: float = 0.0
+    rates: list[list[float | Tensor]] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -33,24 +38,32 @@ class TakenRecords:
     """Values of the steps since the last check, on the host.
 
     Attributes:
-        losses: Loss of each batch by the number of its step, for batches with a loss on this rank.
-        parameters: Records by the names of the parameters that had a gradient.
+        losses: Number of the step and loss of each batch whose loss is on this rank.
+        gradients: Number of the step, names of the parameters, norms of their gradients, and norm of all of them, for
+            each step of an optimizer.
+        reach: Largest product of a finite norm and the step's learning rate, for each parameter with a gradient.
         trainable: Names of the parameters that have required a gradient at any time since the last check.
         rates: Smallest and largest learning rate of all optimizers' groups.
     """
 
     losses: list[tuple[int, float]]
-    parameters: dict[str, ParameterRecord]
+    gradients: list[tuple[int, list[str], Tensor, float]]
+    reach: dict[str, float]
     trainable: set[str]
     rates: tuple[float, float]
 
     def norms(self) -> list[tuple[int, float]]:
-        """Return the norm of all gradients of each step, by the number of the step."""
-        squares: dict[int, float] = {}
-        for record in self.parameters.values():
-            for step, norm in zip(record.steps, record.norms, strict=True):
-                squares[step] = squares.get(step, 0.0) + norm * norm
-        return [(step, square**0.5) for step, square in sorted(squares.items())]
+        """Return the number of each step, and the norm of all gradients of the step."""
+        return [(step, total) for step, _, _, total in self.gradients]
+
+    def at(self, step: int) -> dict[str, float]:
+        """Return the norms of the gradients of a step by parameter."""
+        return {
+            name: norm
+            for other, names, norms, _ in self.gradients
+            if other == step
+            for name, norm in zip(names, norms.tolist(), strict=True)
+        }
 
 
 class StepRecords:
@@ -67,9 +80,8 @@ class StepRecords:
 
     def _begin(self) -> None:
         self._named = dict(self._module.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._losses: list[tuple[int, Tensor]] = []
-        self._norms: list[tuple[int, list[int], list[float | Tensor], Tensor]] = []
+        self._blocks: list[GradientBlock] = []
         self._trainable: set[int] = set()
 
     def observe(self) -> None:
@@ -80,50 +92,53 @@ class StepRecords:
     def add_gradients(self, step: int, optimizer: Optimizer) -> None:
         """Record the norms of the gradients with which an optimizer makes a step."""
         self.observe()
-        owners: list[int] = []
+        block = GradientBlock([], [])
         rates: list[float | Tensor] = []
-        gradients = []
+        gradients: list[Tensor] = []
         for group in optimizer.param_groups:
-            rate = group.get("lr", 0.0)
-            rate = rate.clone() if isinstance(rate, Tensor) else rate
+            before = len(gradients)
             for parameter in group["params"]:
                 gradient = parameter.grad if self._is_held(parameter) else None
                 if gradient is not None and gradient.layout is torch.strided and gradient.is_floating_point():
-                    owners.append(id(parameter))
-                    rates.append(rate)
+                    block.owners.append(id(parameter))
                     gradients.append(gradient)
-        if gradients:
-            self._norms.append((step, owners, rates, norms_of(gradients)))
+            block.sizes.append(len(gradients) - before)
+            rate = group.get("lr", 0.0)
+            rates.append(rate.clone() if isinstance(rate, Tensor) else rate)
+        if not gradients:
+            return
+        last = self._blocks[-1] if self._blocks else block
+        if last is block or last.owners != block.owners or last.sizes != block.sizes:
+            self._blocks.append(block)
+            last = block
+        last.steps.append(step)
+        last.rates.append(rates)
+        last.norms.append(norms_of(gradients))
 
     def add_loss(self, step: int, loss: object) -> None:
         """Record the loss of a batch, if it is a number that this rank has."""
         if type(loss) is Tensor and loss.numel() == 1 and loss.layout is torch.strided and self._is_held(loss):
             self._losses.append((step, loss.detach().reshape(()).to(torch.float32, copy=True)))
 
-    def take(self, groups: Iterator[Mapping[str, float]]) -> TakenRecords:
-        """Return the records since the last call, and begin again.
-
-        Args:
-            groups: Groups of all optimizers.
-        """
+    def take(self, optimizers: Sequence[Optimizer]) -> TakenRecords:
+        """Return the records since the last call, and begin again."""
+        self.observe()
+        names = {id(parameter): name for name, parameter in self._named.items()}
         values = torch.stack([loss for _, loss in self._losses]).tolist() if self._losses else []
         losses = [(step, value) for (step, _), value in zip(self._losses, values, strict=True)]
-        norms = torch.cat([norms for *_, norms in self._norms]).tolist() if self._norms else []
-        parameters: dict[str, ParameterRecord] = {}
-        position, all_rates = 0, [float(group["lr"]) for group in groups if "lr" in group]
-        for step, owners, rates, _ in self._norms:
-            floats = {id(rate): float(rate) for rate in rates}
-            all_rates += set(floats.values())
-            for owner, rate in zip(owners, rates, strict=True):
-                norm, position = norms[position], position + 1
-                record = parameters.setdefault(
-                    self._names.get(owner, "a parameter outside of the module"), ParameterRecord()
-                )
-                record.steps.append(step)
-                record.norms.append(norm)
-                if norm < float("inf"):
-                    record.reach = max(record.reach, norm * floats[id(rate)])
-        self.observe()
-        trainable = {self._names[key] for key in self._trainable if key in self._names}
+        gradients, reach = [], dict[str, float]()
+        rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        for block in self._blocks:
+            norms = torch.stack(block.norms).cpu().double()
+            per_group = torch.tensor([[float(rate) for rate in row] for row in block.rates], dtype=torch.float64)
+            rates += [float(per_group.min()), float(per_group.max())]
+            products = norms * per_group.repeat_interleave(torch.tensor(block.sizes), dim=1)
+            owners = [names.get(owner, "a parameter outside of the module") for owner in block.owners]
+            for name, product in zip(owners, products.nan_to_num(0.0, 0.0).amax(0).tolist(), strict=True):
+                reach[name] = max(reach.get(name, 0.0), product)
+            totals = norms.norm(dim=1).tolist()
+            gradients += [(*entry[:1], owners, *entry[1:]) for entry in zip(block.steps, norms, totals, strict=True)]
+        trainable = {names[key] for key in self._trainable}
         self._begin()
-        return TakenRecords(losses, parameters, trainable, (min(all_rates, default=0.0), max(all_rates, default=0.0)))
+        limits = min(rates, default=math.inf), max(rates, default=0.0)
+        return TakenRecords(losses, sorted(gradients, key=lambda entry: entry[0]), reach, trainable, limits)

@@ -1,9 +1,9 @@
 """Search for values of a loss or of a gradient's norm that are not finite, or far above their history."""
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Sequence
+
+import torch
 
 DEVIATIONS = 10.0  # Robust standard deviations of the logarithm from the history's median.
 WARM_UP = 200  # Number of values before the first comparison.
@@ -37,22 +37,23 @@ class ValueHistory:
 
     def __init__(self, factor: float) -> None:
         self._least = math.log(factor)
-        self._values: deque[float] = deque(maxlen=KEPT)
+        self.reset()
 
     def reset(self) -> None:
         """Forget all values, because a change of the training by design may change later values."""
-        self._values.clear()
+        self._logarithms = torch.zeros(0, dtype=torch.float64)
 
     def first_spike(self, values: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
         """Return the step of the first spike and its ratio to the median; None if there is none. Add the values."""
-        spike = None
-        logarithms = [(step, math.log(value)) for step, value in values if 0 < value < math.inf]
-        if len(self._values) >= WARM_UP:
-            median = statistics.median(self._values)
-            deviation = 1.4826 * statistics.median(abs(value - median) for value in self._values)
-            limit = max(median + DEVIATIONS * deviation, max(self._values) + self._least)
-            spike = next(
-                ((step, math.exp(min(value - median, 700.0))) for step, value in logarithms if value > limit), None
-            )
-        self._values.extend(value for _, value in logarithms)
+        positive = [(step, value) for step, value in values if 0 < value < math.inf]
+        logarithms = torch.tensor([value for _, value in positive], dtype=torch.float64).log()
+        spike, history = None, self._logarithms
+        if len(history) >= WARM_UP and positive:
+            median = history.median()
+            deviation = 1.4826 * (history - median).abs().median()
+            limit = max(float(median + DEVIATIONS * deviation), float(history.max()) + self._least)
+            above = (logarithms > limit).nonzero().flatten().tolist()
+            if above:
+                spike = positive[above[0]][0], math.exp(min(float(logarithms[above[0]] - median), 700.0))
+        self._logarithms = torch.cat([history, logarithms])[-KEPT:]
         return spike

@@ -3,6 +3,8 @@
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,55 @@ from cnnstrategies.guarding.batches import BatchRecords
 from cnnstrategies.guarding.digests import digests
 from cnnstrategies.guarding.findings import Finding, and_others
 from cnnstrategies.guarding.modes import Modes
-from cnnstrategies.guarding.movement import MovementHistory, WeightState
+from cnnstrategies.guarding.movement import Movement, MovementHistory, WeightState
 from cnnstrategies.guarding.records import StepRecords, TakenRecords
 from cnnstrategies.guarding.series import RAISED, ValueHistory, first_not_finite
 
 Holders = tuple[int, ...] | None
+# Texts of findings.
+Texts = dict[str, Any]
+LEFT: Texts = {
+    "fault": "has been in evaluation mode since the last check, and was in training mode before",
+    "cause": "eval() without train() after it, in a step or a hook",
+    "remedy": "restore the mode after the evaluation, or set it in on_train_epoch_start",
+}
+NOT_FINITE: Texts = {
+    "fault": "is not finite",
+    "cause": "an overflow, a division by zero, a wrong sample or a memory error",
+    "remedy": "lower the learning rate, clip gradients, and look at the batch and at divisions and logarithms",
+}
+SPIKE: Texts = {
+    "cause": "a wrong batch, a memory error, or a learning rate that is too large",
+    "remedy": "look at the batch of this step; clip gradients if it happens by design",
+}
+MOVES: dict[Movement, Texts] = {
+    "stuck": {
+        "fault": "has gradients, but does not change",
+        "cause": "the optimizer has another copy of it, its steps are undone, or its precision rounds them away",
+        "remedy": "create the optimizer after the network is complete, and keep weights in float32",
+    },
+    "not optimized": {
+        "fault": "has gradients, but is in no optimizer",
+        "cause": "it was created after the optimizer",
+        "remedy": "give it to the optimizer, or set its requires_grad to False",
+    },
+    "without a gradient": {
+        "fault": "has had no gradient since the last check",
+        "cause": "the loss does not depend on it",
+        "remedy": "use it in the loss, or set its requires_grad to False",
+        "is_note": True,
+    },
+    "moved by an optimizer": {
+        "fault": "is frozen, but the optimizer changes it",
+        "cause": "it has kept an old gradient",
+        "remedy": "set its grad to None when you freeze it",
+    },
+    "written": {
+        "fault": "is frozen, and has changed",
+        "cause": "code other than the optimizer has written it, or a memory error",
+        "remedy": "continue from the last verified checkpoint, or update it in each step",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -154,59 +200,24 @@ class TrainingWatch:
         return zlib.crc32(repr([(value.kind, value.name) for value in values]).encode())
 
     def _own_findings(self, step: int) -> list[Finding]:
-        records = self.records.take(group for optimizer in self._optimizers for group in optimizer.param_groups)
-        findings = [*self._finite(records), *self._spikes(records), *self._moves(records, step)]
-        left = self.modes.left_in_evaluation() if step > self._checked_at else []
-        if left:
-            findings.append(
-                Finding(
-                    "modes",
-                    self._run.rank,
-                    step,
-                    and_others(left),
-                    "has been in evaluation mode since the last check, and was in training mode before",
-                    "eval() without train() after it, in a step or a hook",
-                    "restore the mode after the evaluation, or set it in on_train_epoch_start",
-                )
-            )
+        records, make = self.records.take(self._optimizers), partial(Finding, rank=self._run.rank)
+        findings = [*self._finite(records, make), *self._spikes(records, make), *self._moves(records, make, step)]
+        if step > self._checked_at and (left := self.modes.left_in_evaluation()):
+            findings.append(make("modes", step=step, tensor=and_others(left), **LEFT))
         return findings
 
-    def _finite(self, records: TakenRecords) -> Iterator[Finding]:
-        rank, skips = self._run.rank, self._run.may_skip
-        at = first_not_finite(records.norms(), skips)
-        loss_at = first_not_finite(records.losses, skips)
-        advice = "lower the learning rate, clip gradients, and look at the batch and at divisions and logarithms"
+    def _finite(self, records: TakenRecords, make: Callable[..., Finding]) -> Iterator[Finding]:
+        at = first_not_finite(records.norms(), self._run.may_skip)
+        loss_at = first_not_finite(records.losses, self._run.may_skip)
         if loss_at is not None and (at is None or loss_at <= at):
-            yield Finding(
-                "finite",
-                rank,
-                loss_at,
-                "the loss",
-                "is not finite",
-                "an overflow, a division by zero or a wrong sample in the forward pass",
-                advice,
-            )
+            yield make("finite", step=loss_at, tensor="the loss", **NOT_FINITE)
         elif at is not None:
-            names = [
-                name
-                for name in self._ordered(records)
-                for s, norm in zip(records.parameters[name].steps, records.parameters[name].norms, strict=True)
-                if s == at and not norm < float("inf")
-            ]
-            yield Finding(
-                "finite",
-                rank,
-                at,
-                f"the gradient of {and_others(names[::-1])}",
-                "is not finite",
-                "an overflow or a division by zero in the backward pass, or a memory error",
-                advice,
-            )
+            # The backward goes from the last layer to the first, so the last wrong gradient is the first in time.
+            norms = records.at(at)
+            wrong = [name for name, _ in self._module.named_parameters() if not norms.get(name, 0.0) < float("inf")]
+            yield make("finite", step=at, tensor=f"the gradient of {and_others(wrong[::-1])}", **NOT_FINITE)
 
-    def _ordered(self, records: TakenRecords) -> list[str]:
-        return [name for name, _ in self._module.named_parameters() if name in records.parameters]
-
-    def _spikes(self, records: TakenRecords) -> Iterator[Finding]:
+    def _spikes(self, records: TakenRecords, make: Callable[..., Finding]) -> Iterator[Finding]:
         lowest, highest = records.rates
         if highest > RAISED * min(self._lowest_rate, lowest) or records.trainable != self._trainable:
             # The rate has been raised or parameters were unfrozen, so values may grow by design.
@@ -214,45 +225,25 @@ class TrainingWatch:
             self._norms.reset()
             self._lowest_rate, self._trainable = lowest, records.trainable
         self._lowest_rate = min(self._lowest_rate, lowest)
-        advice = "look at the batch of this step; clip gradients if it happens by design"
         if spike := self._losses.first_spike(records.losses):
-            yield Finding(
-                "history",
-                self._run.rank,
-                spike[0],
-                "the loss",
-                f"is {spike[1]:.1e} times its median so far",
-                "a wrong batch, a memory error, or a learning rate that is too large",
-                advice,
-            )
+            fault = f"is {spike[1]:.1e} times its median so far"
+            yield make("history", step=spike[0], tensor="the loss", fault=fault, **SPIKE)
         if spike := self._norms.first_spike(records.norms()):
-            shares = {
-                name: norm
-                for name, record in records.parameters.items()
-                for s, norm in zip(record.steps, record.norms, strict=True)
-                if s == spike[0]
-            }
-            name = max(shares, key=lambda key: shares[key])
-            yield Finding(
-                "history",
-                self._run.rank,
-                spike[0],
-                f"the gradient of {name}",
-                f"raises the norm to {spike[1]:.1e} times its median so far",
-                "a memory error, a wrong batch, or a learning rate that is too large",
-                advice,
-            )
+            norms = records.at(spike[0])
+            largest = max(norms, key=lambda name: norms[name])
+            fault = f"raises the norm of all gradients to {spike[1]:.1e} times its median so far"
+            yield make("history", step=spike[0], tensor=f"the gradient of {largest}", fault=fault, **SPIKE)
 
-    def _moves(self, records: TakenRecords, step: int) -> Iterator[Finding]:
+    def _moves(self, records: TakenRecords, make: Callable[..., Finding], step: int) -> Iterator[Finding]:
         if not self._run.reads_weights:
             return
         optimized = self._optimized()
-        held = [
-            (name, parameter)
+        held = {
+            name: parameter
             for name, parameter in self._module.named_parameters()
-            if parameter.is_floating_point() and ("weight", name) in self._digests and self._run.holds(parameter)
-        ]
-        norms = norms_of([parameter.detach() for _, parameter in held]).tolist() if held else []
+            if parameter.is_floating_point() and self._run.holds(parameter)
+        }
+        norms = norms_of([parameter.detach() for parameter in held.values()]).tolist() if held else []
         states = {
             name: WeightState(
                 self._digests["weight", name],
@@ -261,45 +252,9 @@ class TrainingWatch:
                 id(parameter) in optimized,
                 parameter.grad is not None,
             )
-            for (name, parameter), norm in zip(held, norms, strict=True)
+            for (name, parameter), norm in zip(held.items(), norms, strict=True)
         }
         moved = self._movements.compare(states, records, step - self._checked_at, self._run.sees_gradients)
-        for names, fault, cause, remedy, is_note in (
-            (
-                moved.stuck,
-                "has gradients, but does not change",
-                "the optimizer has another copy of it, or steps are undone",
-                "create the optimizer after the network is complete",
-                False,
-            ),
-            (
-                moved.not_optimized,
-                "has gradients, but is in no optimizer",
-                "it was created after the optimizer",
-                "give it to the optimizer, or set its requires_grad to False",
-                False,
-            ),
-            (
-                moved.without_gradient,
-                "has had no gradient since the last check",
-                "the loss does not depend on it",
-                "use it in the loss, or set its requires_grad to False",
-                True,
-            ),
-            (
-                moved.moved_by_optimizer,
-                "is frozen, but the optimizer changes it",
-                "it has kept an old gradient",
-                "set its grad to None when you freeze it",
-                False,
-            ),
-            (
-                moved.written,
-                "is frozen, and has changed",
-                "code other than the optimizer has written it, or a memory error",
-                "continue from the last verified checkpoint, or update it in each step",
-                False,
-            ),
-        ):
+        for kind, names in moved.items():
             if names:
-                yield Finding("moves", self._run.rank, step, and_others(names), fault, cause, remedy, is_note)
+                yield make("moves", step=step, tensor=and_others(names), **MOVES[kind])

@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quiet_trainer
+from conftest import ROOT, quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from ranks import run_apart
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
-from cnnstrategies import ConfigurationError
+from cnnstrategies import ConfigurationError, cli
 from cnnstrategies.callbacks import Guard
+from cnnstrategies.callbacks.guarded_run import applied_checks
 from cnnstrategies.guarding.findings import Finding
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
 from cnnstrategies.strategies.protocol import facts_of
@@ -326,6 +328,25 @@ def test_a_flipped_bit_on_one_rank_is_found_and_named(name: str, tmp_path: Path)
     assert ranks == [[("replicas", 1, 40, CONV)]] * devices
 
 
+class FlipsOutput(Callback):
+    """Flips a bit of the convolution's output in one step on rank 1, before other hooks see the output."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        def flipped(layer: nn.Module, arguments: Any, output: Any) -> None:
+            if layer is pl_module.backbone[0]:
+                handle.remove()
+                flip(output)
+
+        if trainer.global_step == 14 and trainer.global_rank == 1:
+            handle = register_module_forward_hook(flipped)
+
+
+def test_a_flipped_bit_of_an_activation_in_a_stage_is_found(tmp_path: Path) -> None:
+    make, devices = STRATEGIES["replicas of a stage"]
+    ranks = train(tmp_path, Small, FlipsOutput(), strategy=make(), devices=devices, steps=20)
+    assert ranks == [[], [("replay", 1, 15, "backbone.0")], []]
+
+
 def test_a_flipped_bit_of_a_moment_under_ddp(tmp_path: Path) -> None:
     flips = At(40, lambda module: flip(momentum(module, HEAD)), 1)
     ranks = train(tmp_path, Small, flips, strategy="ddp_fork", devices=2, steps=40)
@@ -467,6 +488,52 @@ def test_no_alarm_for_what_is_done_on_purpose(name: str, tmp_path: Path) -> None
     options = dict(SILENT[name])
     module, callbacks = options.pop("module", Small), options.pop("callbacks", [])
     assert train(tmp_path, module, *callbacks, **options) == [[]]
+
+
+COLUMNS: dict[str, tuple[Any, int]] = {
+    "`ddp`, `ddp_balanced`": ("ddp", 2),
+    "`hybrid_pipeline`": (HybridPipelineStrategy(replicas=[1, 1]), 2),
+    "`spatial`": (SpatialStrategy(parts=2), 4),
+    "servers, `sync`": (ParameterServerStrategy(), 2),
+    "servers, `local`": (ParameterServerStrategy(mode="local"), 2),
+    "servers, `async`, `ssp`": (ParameterServerStrategy(mode="async"), 2),
+    "FSDP": (FSDPStrategy(), 2),
+    "one device": ("auto", 1),
+}
+
+
+def test_the_table_of_the_documentation_has_the_facts_of_the_code() -> None:
+    rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs/guard.md").read_text(), re.MULTILINE)
+    heading, _, *body = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert heading[1:] == list(COLUMNS)
+    table = {
+        (row[0].strip("`"), column): cell for row in body for column, cell in zip(heading[1:], row[1:], strict=True)
+    }
+    for column, (strategy, devices) in COLUMNS.items():
+        facts = facts_of(strategy)
+        if column in ("`ddp`, `ddp_balanced`", "one device", "`spatial`"):
+            facts = facts_of(quiet_trainer(strategy, devices).strategy)
+        applied = applied_checks(facts, devices)
+        assert {name for name, _ in table} == set(applied)
+        assert {name: table[name, column] == "yes" for name in applied} == dict(applied), column
+
+
+def test_a_resumed_run_and_the_key_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line adds the guard. A resumed run, with a schedule, has no finding, and says nothing."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--config", "quickstart", "--trainer.limit_train_batches=15", "--guard=true", "--run_name=a"]
+    options += ["--trainer.devices=1", "--trainer.strategy=auto"]
+
+    def fit() -> None:
+        seen: list[Guard] = []
+        monkeypatch.setattr(Guard, "on_train_end", lambda self, *_: seen.append(self))
+        for epochs in (1, 2):
+            with (tmp_path / "output").open("w") as output, contextlib.redirect_stderr(output):
+                cli.main(["fit", *options, f"--trainer.max_epochs={epochs}"])
+            assert "guard:" not in (tmp_path / "output").read_text()
+            assert [seen.pop().findings, seen] == [[], []]
+
+    run_apart(fit)
 
 
 def test_the_arguments_are_checked() -> None:
