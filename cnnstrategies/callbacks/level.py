@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 NORMAL = 1.4826  # Standard deviation of a normal distribution whose median absolute deviation is 1.
-MANY = 10  # Number of reference values from which the largest of them does not count.
 
 
 class LevelEvent(Enum):
@@ -26,12 +25,14 @@ class Evidence:
         returned: Number of the newest values that must all have returned.
         reference: Smallest and largest number of earlier values with which the newest values are compared.
         spreads: Smallest rise, in standard deviations of the reference.
+        outliers: Number of the largest earlier values that do not count.
     """
 
     recent: int = 5
     returned: int = 5
     reference: tuple[int, int] = (12, 26)
     spreads: float = 5.0
+    outliers: int = 1
 
 
 class Level:
@@ -79,7 +80,7 @@ class Level:
             self.rises.pop()
             return self._restart(LevelEvent.RETURN)
         reference, recent = series[: -needs.recent], series[-needs.recent :]
-        if len(reference) >= needs.reference[0] and has_risen(reference, recent, least, needs.spreads):
+        if len(reference) >= needs.reference[0] and has_risen(reference, recent, least, needs):
             self.rises.append((statistics.median(reference), statistics.median(recent)))
             return self._restart(LevelEvent.RISE)
         return None
@@ -91,16 +92,16 @@ class Level:
         return event
 
 
-def has_risen(reference: Sequence[float], recent: Sequence[float], least: float, spreads: float) -> bool:
+def has_risen(reference: Sequence[float], recent: Sequence[float], least: float, needs: Evidence) -> bool:
     """Return whether all recent values are above the reference by more than noise explains.
 
     Args:
         reference: Earlier values.
         recent: The newest values.
         least: Smallest difference between a recent value and the median of the reference.
-        spreads: Smallest difference in standard deviations.
+        needs: Evidence that the detector needs.
     """
     usual = statistics.median(reference)
     deviation = NORMAL * statistics.median(abs(value - usual) for value in reference)
-    highest = sorted(reference)[-2 if len(reference) >= MANY else -1]
-    return min(recent) > max(highest, usual + max(least, spreads * deviation))
+    highest = sorted(reference)[-1 - needs.outliers]
+    return min(recent) > max(highest, usual + max(least, needs.spreads * deviation))

@@ -19,7 +19,7 @@ LONG = 0.05  # An action counts as an occurrence if it takes at least this fract
 # larger fraction of the steps is a part of the usual step.
 DROPPED = 2
 EACH_STEP = Evidence()
-OCCURRENCES = Evidence(recent=3, returned=3, reference=(6, 18), spreads=6.0)
+OCCURRENCES = Evidence(recent=4, returned=4, reference=(8, 18), spreads=6.0, outliers=0)
 # Number of blocks without an occurrence after which a change of the occurrences has ended, as a multiple of the usual
 # number of blocks between two occurrences.
 ABSENT = 5

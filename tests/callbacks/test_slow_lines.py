@@ -140,7 +140,7 @@ def test_a_callback_of_each_step_and_a_wait_for_servers_are_named() -> None:
 
 @pytest.mark.light
 @pytest.mark.parametrize("name", ["validation", "checkpoint", "Draws"])
-def test_an_action_that_does_not_run_in_each_step_is_named_after_three_long_runs(name: str) -> None:
+def test_an_action_that_does_not_run_in_each_step_is_named_after_four_long_runs(name: str) -> None:
     machine, changes = SlowSteps(), []
     for number in range(60):
         # The action runs in every other block.
@@ -148,7 +148,7 @@ def test_an_action_that_does_not_run_in_each_step_is_named_after_three_long_runs
         blocks = [StepBlock(number, 7 * number, 7, 0.2, 0.2, 0.0, 0.0, 0.0, each) for each in ({}, entries)]
         changes += [(number, event) for event in machine.add(blocks)]
     (at, change), (_, end) = changes
-    assert at == 35
+    assert at == 37
     assert (change.name, change.ranks, change.before, change.after) == (name, (1,), 0.5, 3.0)
     assert "takes 3 s each time (500 ms before)" in line_about(change, "replica", "the process")
     assert f"{'saving a checkpoint' if name == 'checkpoint' else name}; it takes 500 ms now" in line_about_end(end)

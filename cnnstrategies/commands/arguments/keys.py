@@ -32,6 +32,7 @@ ROOTS: dict[str, str | None] = {
     "ckpt_path": None,
     "run_name": None,
     "guard": None,
+    "slow_lines": None,
 }
 # Maps the path of a nested key to the class whose parameters are the keys below the nested key.
 NESTED = {
