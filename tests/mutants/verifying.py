@@ -1,5 +1,6 @@
 """Mutants of `verify` and of tracing: equal runs, and properties that a trace has fixed for all microbatches."""
 
+import test_likely_causes
 import test_stage
 import test_verdict
 from mutants.faulty import removes, replaces
@@ -7,6 +8,7 @@ from mutants.faulty import removes, replaces
 from cnnstrategies.pipeline.graph_checks import UndecidedError, hold_to
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.verifying.batches import joined
+from cnnstrategies.verifying.recorder import RunRole
 from cnnstrategies.verifying.verdict import differences
 
 
@@ -30,4 +32,12 @@ removes(
     "images of other shapes are accepted by a trace",
     killed_by=test_stage.test_branches_on_shapes_hold_for_images_of_the_traced_shape,
     takes_long=True,
+)
+
+
+removes(
+    RunRole.loads_as,
+    "errors of rounding on other batches are used",
+    killed_by=test_likely_causes.test_runs_load_the_same_batches_if_all_files_of_all_ranks_are_equal,
+    gives=True,
 )
