@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.commands.run.errors import check_checkpoint
+from cnnstrategies.commands.arguments.checkpoint_path import check_checkpoint
 from cnnstrategies.commands.run.start_from import FOUND, SameCheckpoint, checkpoint_of, find_checkpoint
 from cnnstrategies.data import DigitsDataModule
 
@@ -81,6 +81,7 @@ def test_ranks_with_different_checkpoints_do_not_start():
 
 
 def test_lightnings_special_checkpoint_names_are_accepted():
+    Path("hpc_ckpt_1.ckpt").touch()
     for word in ("hpc", "registry", "registry:name:version:1"):
         check_checkpoint(word)
     with pytest.raises(ConfigurationError, match="no checkpoint 'register'"):

@@ -45,7 +45,7 @@ NEEDED = {
     "model/resnet20": ["--data=CIFAR10DataModule"],
     **{f"model/{name}": ["--data=SyntheticDataModule"] for name in ("timm_convnext", "torchvision_resnet50")},
     **{f"model/torchvision_{name}": ["--data=SyntheticDataModule"] for name in ("alexnet", "vgg16")},
-    "strategy/hybrid_pipeline_uneven": ["--data.init_args.global_batch_size=60"],
+    "strategy/hybrid_pipeline_uneven": ["--data.init_args.global_batch_size=60", "--trainer.devices=4"],
 }
 FORKED = ("diloco", "slow_link", "elastic", "parameter_server", "spatial")
 

@@ -9,8 +9,9 @@ from conftest import ROOT
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.cli import main
+from cnnstrategies.commands.arguments.checkpoint_path import check_checkpoint
 from cnnstrategies.commands.arguments.keys import configured_keys
-from cnnstrategies.commands.run.errors import check_checkpoint, check_nulls, explain_parse_error
+from cnnstrategies.commands.run.errors import check_nulls, explain_parse_error
 from cnnstrategies.commands.run.trainer import Trainer
 from cnnstrategies.networks import SmallCNN
 
@@ -50,6 +51,7 @@ FILES = {
     "strategy.yaml": "trainer.strategy: {class_path: ParameterServerStrategy, init_args: {mode: asink}}",
 }
 NETWORK = "--model.init_args.network"
+COLOURED = "--data=SyntheticDataModule --data.num_classes=10"
 # By command line: texts in the error message, first its beginning. "FIT" means fit without quickstart.yaml.
 REFUSED = {
     "FIT": [
@@ -74,7 +76,7 @@ REFUSED = {
     "fit --model=torch.nn.ReLU": [
         "model: 'torch.nn.ReLU' is not accepted; it must be LightningModule or null (of lightning.pytorch, and not"
     ],
-    f"fit {NETWORK}=torchvision.models.resnet18 {NETWORK}.init_args.weights=DEFAULT": [
+    f"fit {NETWORK}=torchvision.models.resnet18 {NETWORK}.init_args.weights=DEFAULT {COLOURED}": [
         "weights: these weights are for 1000 classes, but num_classes=10: to keep them and replace the last layer, use "
         "class_path: cnnstrategies.pretrained.pretrained with the network's name"
     ],

@@ -156,7 +156,7 @@ def test_options_that_belong_to_no_strategy_are_refused(capsys):
         ),
         (
             ["--trainer.strategy=noisy_ddp.Wrong", "--trainer.strategy.scale=2"],
-            "cannot use 'noisy_ddp.Wrong': module 'noisy_ddp' has no class 'Wrong'",
+            "cannot use 'noisy_ddp.Wrong': module 'noisy_ddp' has no attribute 'Wrong'",
         ),
         (["--trainer.strategy.class_path=noisy_ddp.Other"], "'noisy_ddp.Other' is not a strategy"),
         (["--trainer.strategy=needs_package.A"], "No module named 'not_installed'; install this module"),

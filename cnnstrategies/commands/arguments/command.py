@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import docstring_parser
 
 from cnnstrategies.commands.arguments import recipes
+from cnnstrategies.commands.arguments.early_checks import check_early
 from cnnstrategies.commands.arguments.keys import ROOTS, closest, with_underscores
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import is_now, renamed
@@ -337,6 +338,9 @@ class Command:
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
             arguments = recipes.with_files(with_underscores(arguments))
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                names = [option.name for option in self.options]
+                check_early(self.name, arguments, names if self.configuration is Configuration.LIGHTNING else None)
         main_arguments: list[Any] = [[self.name, *arguments]]
         if self.configuration is not Configuration.LIGHTNING:
             main_arguments = list(self.parse(arguments))

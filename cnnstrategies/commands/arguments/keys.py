@@ -6,7 +6,7 @@ Checks and error messages use the keys, because the parser may fail on a configu
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,16 @@ NESTED = {
     "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
 }
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # Keys with which a configuration describes an object.
+SECTIONS = {"model", "data"}  # Names of the two sections that most configurations need.
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
+# Modules whose classes a configuration may name without the module, as in `class_path: Adam`.
+HOMES = (
+    *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),
+    *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies"),
+    *("torch.optim", "torch.optim.lr_scheduler"),
+)
+# Arguments that a configuration must not set, because the module itself passes them to its optimizers and schedules.
+FROM_ELSEWHERE = ("params", "optimizer")
 # Names of options whose values are mappings. The user chooses the keys of these mappings, so their dashes are kept.
 MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
 # Largest number of accepted names that an error message lists in addition to a suggestion.
@@ -117,7 +127,10 @@ def _read(file: Path) -> Mapping[str, Any]:
         content = _read_cached(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeError) as error:
         reason = in_one_line(str(error).replace(' in "<unicode string>",', ""))
-        raise ConfigurationError(f"config: {file} is not YAML: {reason}") from error
+        if not isinstance(error, yaml.MarkedYAMLError):
+            raise ConfigurationError(f"config: {file}: {reason}") from error
+        remedy = "indent with spaces in place of tabs" if "'\\t'" in reason else "check the indentation and the colons"
+        raise ConfigurationError(f"config: {file} is not YAML: {reason}; {remedy}") from error
     if not isinstance(content, Mapping):
         raise ConfigurationError(
             f"config: {file} has no keys: write a configuration as keys and values, as in `trainer: {{max_epochs: 3}}`"
@@ -137,7 +150,26 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
 
 
-_read_cached = functools.cache(read_yaml)  # Cached, because a command reads the same files several times at its start.
+def _read_file(text: str) -> Any:
+    """Return the content of a YAML file, and refuse keys that occur twice, of which YAML readers ignore the first."""
+    content = read_yaml(text)
+    waiting = [yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line and key.value != "<<":
+                raise yaml.YAMLError(f"the key {key.value!r} is in lines {lines[key.value]} and {line}: join both")
+            waiting.append(value)
+    return content
+
+
+_read_cached = functools.cache(_read_file)  # Cached, because a command reads the same files several times at its start.
 
 
 def accepted(value: str, names: Sequence[str]) -> str:
@@ -152,6 +184,28 @@ def accepted(value: str, names: Sequence[str]) -> str:
         return ""
     guess = closest(value, names)
     return guess if guess != ";" and len(names) > MOST_NAMES else f"{guess} use one of: {', '.join(names)}"
+
+
+def unknown_key(path: str, owner: str, names: Sequence[str]) -> str:
+    """Return the error message for a key that is not a parameter of its class.
+
+    Args:
+        path: The key with all keys above it.
+        owner: Name of the class, spelled as in the configuration.
+        names: Names of the parameters of the class.
+    """
+    name = path.rpartition(".")[2]
+    label = owner if path.count(".") > 1 else owner.rpartition(".")[2]
+    known = [known for known in names if known not in FROM_ELSEWHERE]
+    return f"unknown key {path}: {label} has no {name!r}{accepted(name, known)}"
+
+
+def none_given(sections: Set[str]) -> str:
+    """Return the error message for sections that a configuration needs and does not have, such as ``data``."""
+    missing = " and ".join(sorted(sections))
+    classes = " and ".join(f"--{name} CLASS" for name in sorted(sections))
+    subject = f"the section {missing} is" if len(sections) == 1 else f"the sections {missing} are"
+    return f"{subject} missing: give {classes}, or a configuration that has {missing}, as in --config quickstart"
 
 
 def closest(value: str, names: Sequence[str]) -> str:

@@ -4,15 +4,27 @@ import contextlib
 import inspect
 import pydoc
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from cnnstrategies.commands.arguments.keys import OF_CLASS, ROOTS, ConfiguredKey, accepted, configured_keys, misspelt
+from cnnstrategies.commands.arguments.keys import (
+    ACCELERATORS,
+    FROM_ELSEWHERE,
+    HOMES,
+    OF_CLASS,
+    ROOTS,
+    SECTIONS,
+    ConfiguredKey,
+    accepted,
+    configured_keys,
+    misspelt,
+    none_given,
+    unknown_key,
+)
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.commands.run.strategy_names import KEY, explain_nested, unknown
@@ -23,19 +35,7 @@ from cnnstrategies.old_names import ROOT, is_now, renamed
 # matches the start of reasons that do not help the user, for example that the value is not null. Error messages of this
 # package leave these reasons out.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
-SECTIONS = {"model", "data"}  # Names of the two sections that most configurations need.
 OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
-SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder that contains one of these files is a sharded checkpoint.
-CHECKPOINT_KEYWORDS = ("best", "last", "hpc")  # Values of ckpt_path that are keywords and not paths.
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
-# Modules whose classes a configuration may name without the module, as in `class_path: Adam`.
-HOMES = (
-    *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),
-    *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies"),
-    *("torch.optim", "torch.optim.lr_scheduler"),
-)
-# Arguments that a configuration must not set, because the module itself passes them to its optimizers and schedules.
-FROM_ELSEWHERE = ("params", "optimizer")
 
 
 def check_trainer_names(trainer: Any) -> None:
@@ -153,31 +153,6 @@ def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
         raise ConfigurationError(f"{key.path}: null is not accepted; use a value of type {names}, or leave the key out")
 
 
-def check_checkpoint(path: Any, keywords: Sequence[str] = CHECKPOINT_KEYWORDS) -> None:
-    """Raise a ConfigurationError if the checkpoint in ``ckpt_path`` does not exist.
-
-    Args:
-        path: The value of ``ckpt_path``: a path, or one of `keywords`, or None.
-        keywords: Accepted values that are not paths, such as ``best``. If there are keywords, values that begin with
-            ``registry:`` are also accepted.
-    """
-    if path is None or str(path) in keywords:
-        return
-    if "://" in str(path):  # A URL is not checked here. If its file is missing, loading the checkpoint fails later.
-        return
-    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in SHARDED):
-        raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; give a file, such as last.ckpt in this folder")
-    if Path(path).exists():
-        return
-    if keywords and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
-        return
-    beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
-    hint = f"the folder contains {beside}" if beside else "the folder contains no checkpoints"
-    raise ConfigurationError(
-        f"ckpt_path: there is no checkpoint {str(path)!r}; {hint}; give {' or '.join((*keywords, 'a path'))}"
-    )
-
-
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
     """Return an error message of one line for a configuration that cannot be parsed.
 
@@ -193,6 +168,8 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         return line
     key = match[1] if (match := re.search(r'Parser key "([^"]+)"', message)) else None
     where = f"{_full_key(key, args)}: " if key else ""
+    if match := re.fullmatch(r"argument (--\S+): expected one argument", message):
+        return f"{match[1]} needs a value, as in {match[1]} VALUE"
     if match := re.search(r"arguments are required: (.+)", message):
         names = [name.rpartition(".")[2] for name in match[1].split(", ")]
         if names == ["ckpt_path"]:
@@ -285,9 +262,7 @@ def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
         command = args[0] if args and args[0] in COMMANDS else "fit"
         names = list(dict.fromkeys([*(option.name for option in COMMANDS[command].options), *ROOTS]))
         return f"unknown key {path}{accepted(parts[-1], names)}; see `cnnstrategies {command} --help_full`"
-    names = [name for name in parameters_of(located(owner)) if name not in FROM_ELSEWHERE]
-    label = owner if len(parts) > 2 else owner.rpartition(".")[2]
-    return f"unknown key {path}: {label} has no {parts[-1]!r}{accepted(parts[-1], names)}"
+    return unknown_key(path, owner, [*parameters_of(located(owner))])
 
 
 def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
@@ -314,14 +289,6 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
         key = taker.path.removesuffix(".class_path")
         return f"{key}: {taker.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
     return f"a class in the configuration {needs}: add {missing} to its init_args"
-
-
-def none_given(sections: Set[str]) -> str:
-    """Return the error message for sections that a configuration needs and does not have, such as ``data``."""
-    missing = " and ".join(sorted(sections))
-    classes = " and ".join(f"--{name} CLASS" for name in sorted(sections))
-    subject = f"the section {missing} is" if len(sections) == 1 else f"the sections {missing} are"
-    return f"{subject} missing: give {classes}, or a configuration that has {missing}, as in --config quickstart"
 
 
 def check_functions(model: Any) -> None:

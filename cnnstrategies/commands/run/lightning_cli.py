@@ -21,19 +21,17 @@ from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
 from cnnstrategies.cluster.run_identity import declare
-from cnnstrategies.commands.arguments.keys import configured_keys, read_yaml
+from cnnstrategies.commands.arguments.checkpoint_path import CHECKPOINT_KEYWORDS, check_checkpoint
+from cnnstrategies.commands.arguments.keys import configured_keys, none_given, read_yaml
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import shows_tracebacks
 from cnnstrategies.commands.run.errors import (
-    CHECKPOINT_KEYWORDS,
-    check_checkpoint,
     check_functions,
     check_names,
     check_nulls,
     check_strategy_class,
     check_trainer_names,
     located,
-    none_given,
     parameters_of,
 )
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error
@@ -211,7 +209,9 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         check_checkpoint(
-            config.ckpt_path, keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS
+            config.ckpt_path,
+            keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS,
+            folder=config.trainer.default_root_dir,
         )
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
         declare(self.named, configuration_digest(str(self.subcommand), config.as_dict()))

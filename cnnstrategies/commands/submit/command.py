@@ -14,8 +14,8 @@ from cnnstrategies.cluster.launchers import launcher_named
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import checked
 from cnnstrategies.cluster.submission import Submission
+from cnnstrategies.commands.arguments.checkpoint_path import check_checkpoint
 from cnnstrategies.commands.arguments.options import SubmitOptions
-from cnnstrategies.commands.run.errors import check_checkpoint
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
