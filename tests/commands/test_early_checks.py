@@ -188,6 +188,10 @@ class Passes(ImageClassifier):
     def __init__(self, own: int, **kwargs):
         super().__init__(**kwargs)
 
+class Named(ImageClassifier):
+    def __init__(this, network: nn.Module, classes: int):
+        ImageClassifier.__init__(this, network, classes)
+
 class Elsewhere(Base):
     pass
 
@@ -218,6 +222,7 @@ RIGHT = (
     "--model mine.Counts --data.seed 3",
     "--model mine.Passes --model.anything 3",
     "--model mine.Elsewhere --model.anything 3",
+    "--model mine.Named --model.classes 3",
     "--model mine.Made --model.anything 3",
     "--model mine.Counts --trainer.strategy hybrid_pipelin --data DigitDataModule",  # The module may define them.
     f"{NETWORK} mine.builds {NETWORK}.dict_kwargs.anything 3",

@@ -215,10 +215,11 @@ def _constructor(definition: Definition, steps: int) -> dict[str, ast.expr | Non
         return {entry.target.id: entry.annotation for entry in fields if isinstance(entry.target, ast.Name)}
     makers = [entry for entry in functions if entry.name in ("__init__", "__new__")]
     if [entry.name for entry in makers] == ["__init__"]:
-        if makers[0].decorator_list and not definition.known:
+        positional = makers[0].args.posonlyargs or makers[0].args.args
+        if not positional or (makers[0].decorator_list and not definition.known):
             raise UnknownError(node.name)
-        parameters = _named(makers[0])
-        del parameters["self"]
+        _, *named = _named(makers[0]).items()  # The first parameter is the object.
+        parameters = dict(named)
         if makers[0].args.kwarg is None:
             return parameters
         if definition.module.partition(".")[0] != PASSES_ON:
