@@ -47,6 +47,7 @@ GradientWeighting = Literal["equal", "by_rank", "by_sample"]
 # "replica": the whole network, on the process's own batch.
 # "stages": one or more stages of the network, as in a pipeline.
 # "worker": the whole network, with parameters from servers.
+# "parts": the whole network, on the process's part of each image.
 StepKind = Literal["replica", "stages", "worker", "parts"]
 
 
