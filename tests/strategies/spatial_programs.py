@@ -90,6 +90,13 @@ class MaskPictures(Pictures):
         assert all(state.any() for state in self.kept.values())
 
 
+class Scaling(OwnModule):
+    """A module that scales images by a random number of Python, which loaders do not draw."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] * (0.5 + random.random()), batch[1]], batch_idx)
+
+
 def images_with(maps: bool) -> TensorDataset:
     """Return images with the class of each image, or of each pixel."""
     generator = torch.Generator().manual_seed(1)
@@ -160,7 +167,7 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 PROGRAMS = {
     "own classifier": Program(lambda: OwnModule(ResNet(classes=CLASSES)), then=("test", "predict")),
     "own segmenter": Program(
-        lambda: OwnModule(UNet("transposed", classes=CLASSES)), images_with_maps,
+        lambda: Scaling(UNet("transposed", classes=CLASSES)), images_with_maps,
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}, ("predict",),
     ),
     "classifier": Program(
@@ -189,7 +196,7 @@ def train(name: str, strategy: Any, devices: int) -> dict[str, Tensor]:
     module, logger = program.module(), CSVLogger("logs", name)
     trainer = quiet_trainer(strategy, devices, max_epochs=1, log_every_n_steps=1, logger=logger, **program.trainer)
     if isinstance(strategy, SpatialStrategy) and int(os.environ["LOCAL_RANK"]) % strategy.parts:
-        torch.rand(7)  # The ranks of a group continue with the random numbers of its first rank.
+        torch.rand(7), random.random()  # The ranks of a group continue with the random numbers of its first rank.
     data, seeds = program.data(), {}
     if program.seed is not None:
         seeds = {"PL_GLOBAL_SEED": program.seed, "PL_SEED_WORKERS": "1"}
