@@ -36,10 +36,10 @@ test-ray:
 	$(RAY_VENV)/bin/python -m pytest -m ray
 
 # The tests that `make test` and `make test-cluster` skip because a package is missing: loggers, exports, MPICH,
-# transforms.
+# transforms, notebooks.
 EXTRAS_VENV ?= .venv-extras
 test-extras:
-	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich,transforms $(EXTRAS_VENV)/.installed
+	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich,transforms,notebook $(EXTRAS_VENV)/.installed
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
 # verify with published networks and modules under every strategy, and networks with divided images, in an environment

@@ -224,7 +224,8 @@ def check_start(method: str, device: torch.device) -> None:
     if method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(
             "start_method=fork: this process has used a GPU, so processes that are forked from it cannot use a GPU: "
-            "set start_method to spawn or popen, or do not use a GPU before the run starts"
+            "restart the kernel or program and do not use a GPU before the run starts, or set start_method to spawn or "
+            "popen in a script"
         )
     if method == "spawn":
         _check_missing_main_guard()

@@ -10,6 +10,7 @@ from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import mark_launch, ranks_meet
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.notebooks import check_interactive
 from cnnstrategies.strategies.pickling import explain_pickling
 
 
@@ -21,7 +22,8 @@ class MeetingDDPStrategy(DDPStrategy):
         super()._configure_launcher()
         check_processes(self.cluster_environment, self.num_nodes, self.num_processes)
         mark_launch(self)
-        explain_pickling(self._launcher, self._start_method)
+        check_interactive(self, self._launcher)
+        explain_pickling(self._launcher, self._start_method, self.root_device)
 
     @override
     def setup_environment(self) -> None:

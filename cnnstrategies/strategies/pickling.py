@@ -6,7 +6,9 @@ from functools import partial
 from pickle import PicklingError
 from typing import Any
 
-from cnnstrategies._lightning_private import MultiProcessingLauncher
+import torch
+
+from cnnstrategies._lightning_private import MultiProcessingLauncher, check_start
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -29,12 +31,19 @@ def explaining_pickling(start_method: str) -> Iterator[None]:
         ) from None
 
 
-def explain_pickling(launcher: Any, start_method: str) -> None:
-    """Make a launcher of Lightning that spawns ranks explain errors of pickling. Other launchers are not changed."""
+def explain_pickling(launcher: Any, start_method: str, device: torch.device) -> None:
+    """Make a launcher of Lightning that spawns or forks ranks explain why it cannot. Other launchers are not changed.
+
+    Args:
+        launcher: The launcher.
+        start_method: Method by which the ranks are started.
+        device: Device of this process. After CUDA was used, forked ranks cannot use it.
+    """
     if isinstance(launcher, MultiProcessingLauncher):
-        vars(launcher)["launch"] = partial(_launch, launcher, start_method)
+        vars(launcher)["launch"] = partial(_launch, launcher, start_method, device)
 
 
-def _launch(launcher: Any, start_method: str, *args: Any, **kwargs: Any) -> Any:
+def _launch(launcher: Any, start_method: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    check_start(start_method, device)
     with explaining_pickling(start_method):
         return type(launcher).launch(launcher, *args, **kwargs)

@@ -34,6 +34,7 @@ from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies.exact_means import widened
 from cnnstrategies.strategies.failing import last_line, watch_failures
+from cnnstrategies.strategies.notebooks import check_interactive
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.parameter_server.run import (
@@ -111,6 +112,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             self._launcher = WatchingScriptLauncher(self)
         else:
             self._launcher = WatchingProcessLauncher(self, self._start)
+        check_interactive(self, self._launcher)
 
     @property
     @override
