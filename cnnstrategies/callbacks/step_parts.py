@@ -304,17 +304,20 @@ class StepMeter:
 
     def remove(self, trainer: Trainer) -> None:
         """Restore the trainer's profiler and DDP's own measurements. The measured times are kept."""
-        if trainer.profiler is self.clock:  # type: ignore[attr-defined]
-            self.clock.pause()
-            self.clock.wanted = False
+        self.clock.pause()
+        self.clock.wanted = False
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        if profiler is self.clock:
             trainer.profiler = self.clock.user  # type: ignore[attr-defined]
-            if self.pipeline is not None and self._note in self.pipeline.watchers:
-                self.pipeline.watchers.remove(self._note)
-            if self._waits is not None:
-                unwatch(self._waits)
-                self._watches = False
-            if self._ddp is not None:
-                measure_rarely(self._ddp)
+        elif getattr(profiler, "user", None) is self.clock:  # Another clock has replaced this one since.
+            profiler.user = self.clock.user
+        if self.pipeline is not None and self._note in self.pipeline.watchers:
+            self.pipeline.watchers.remove(self._note)
+        if self._waits is not None:
+            unwatch(self._waits)
+            self._watches = False
+        if self._ddp is not None:
+            measure_rarely(self._ddp)
 
     def means(self) -> dict[str, float]:
         """Return the mean time of each part per step, in seconds. The keys are the parts' names.
