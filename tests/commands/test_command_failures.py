@@ -320,3 +320,34 @@ def test_a_worker_that_cannot_go_on_says_why_in_one_line(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             lightning_cli.main(["fit"])
         assert (ended.value.code, capsys.readouterr().err) == (code, message)
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("layer", "shape", "line"),
+    [
+        (
+            nn.BatchNorm2d(3),
+            (1, 3, 1, 1),
+            "batch norm cannot train on .* the shape .1, 3, 1, 1.: set data.*drop_last to",
+        ),
+        (
+            nn.BatchNorm1d(3),
+            (1, 3),
+            "batch norm cannot train on .* its input has the shape .1, 3.: set data.*drop_last",
+        ),
+        (nn.MaxPool2d(3), (1, 3, 2, 2), "too small .* gets an input of 3x2x2: set a larger data.init_args.image_size"),
+        (
+            nn.Conv2d(3, 3, 5),
+            (1, 3, 2, 2),
+            "too small .* has a kernel of 5 x 5: set a larger data.init_args.image_size",
+        ),
+    ],
+)
+def test_images_and_batches_that_are_too_small_are_one_line(layer, shape, line):
+    with pytest.raises((RuntimeError, ValueError)) as failure:
+        layer(torch.zeros(shape))
+    message = explain_run_error(failure.value)
+    assert message is not None
+    assert re.search(line, message), message
+    assert refusal_in(f"Traceback\n{type(failure.value).__name__}: {failure.value}\n") == message

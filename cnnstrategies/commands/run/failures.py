@@ -35,6 +35,22 @@ IN_OTHER_WORDS = tuple(
             "the network takes images with {} channels, but the data's images have {}: change the network or the data",
         ),
         (
+            r"Expected more than 1 value per channel when training, got input size torch\.Size\(\[([\d, ]+)\]\)",
+            "batch norm cannot train on a single value for each channel, and its input has the shape [{}]: set "
+            "data.init_args.drop_last to true if the epoch's last batch has one image, or use larger batches or images "
+            "(data.init_args.batch_size, image_size)",
+        ),
+        (
+            r"Given input size: \(([\dx]+)\)\. Calculated output size: \([\dx]+\)\. Output size is too small",
+            "the images are too small for the network, in which a layer gets an input of {}: set a larger "
+            "data.init_args.image_size, or use a network with fewer layers that shrink the images",
+        ),
+        (
+            r"Kernel size: \(([\d x]+)\)\. Kernel size can't be greater than actual input size",
+            "the images are too small for the network, in which a layer has a kernel of {}: set a larger "
+            "data.init_args.image_size, or use a network with fewer layers that shrink the images",
+        ),
+        (
             r"^Error\(s\) in loading state_dict for \w+:\s*([^\n]+)",
             "ckpt_path: the checkpoint does not fit the network of `model`: {}",
         ),
