@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from cnnstrategies import ImageClassifier, cli
-from cnnstrategies.callbacks import GracefulStop, Pictures, SlowLines, graceful_stop, slow_steps, step_blocks
+from cnnstrategies.callbacks import GracefulStop, Guard, Pictures, SlowLines, graceful_stop, slow_steps, step_blocks
 from cnnstrategies.callbacks.picture_counts import counts_for
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
@@ -264,7 +264,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         accelerator="gpu" if kind == "cuda" else "cpu",
         max_epochs=1,
         limit_train_batches=case.steps,
-        callbacks=[waits := Waits(), CountsForPictures(), SlowLines(), *[GracefulStop()] * case.is_graceful],
+        callbacks=[waits := Waits(), CountsForPictures(), SlowLines(), guard := Guard(), *[GracefulStop()] * case.is_graceful],
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
         gradient_clip_val=case.clip,
@@ -274,6 +274,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     DEVICE.messages.clear()
     trainer.fit(model, loader, None if case.waits else validation)
     assert waits.late is None or waits.late.is_settled, "the end of the training reads all verdicts"
+    assert not [finding for finding in guard.findings if not finding.is_note]
     metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
     if scaler is not None:
         metrics["scale"] = torch.tensor(scaler.get_scale())
