@@ -13,6 +13,7 @@ from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.deploy import export
 from cnnstrategies.deploy.inference import PredictsImages, give_predict_step, network_of
+from cnnstrategies.deploy.model_card import _training
 
 
 class Own(LightningModule):
@@ -92,6 +93,16 @@ def test_a_forward_that_does_not_return_logits_is_refused():
         module.forward = lambda images, returned=returned: returned
         with pytest.raises(ConfigurationError, match=rf"for 2 images the forward of Own returned .*{description}"):
             PredictsImages(module)((torch.zeros(2, 1, 8, 8), torch.arange(2)), 0)
+    batch = (torch.zeros(2, 1, 8, 8), torch.arange(2), torch.arange(2))
+    with pytest.raises(ConfigurationError, match=r"has 3 parts, but \(images, indices\) is needed: .* in Own"):
+        PredictsImages(module)(batch, 0)
+
+
+@pytest.mark.light
+def test_the_card_of_a_run_with_the_default_precision_names_it(tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer: {strategy: auto, num_nodes: 1, devices: 1, precision: null}")
+    rows = _training(tmp_path / "checkpoints/best.ckpt", {})
+    assert rows["Strategy"] == "auto, 1 x 1 devices, precision 32-true"
 
 
 def test_a_users_module_trains_and_predicts_on_the_command_line(run_cli):

@@ -66,6 +66,12 @@ class PredictsImages:
 
     def __call__(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Predict a batch, with the same result as :meth:`~cnnstrategies.ImageClassifier.predict_step`."""
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            parts = f"{len(batch)} parts" if isinstance(batch, tuple | list) else f"the type {type(batch).__name__}"
+            raise ConfigurationError(
+                f"predict: a batch of the data module has {parts}, but (images, indices) is needed: let the loader of "
+                f"predict_dataloader yield it, or define a predict_step in {type(self._module).__name__}"
+            )
         images, indices = batch
         logits = main_logits(self._module(images))
         if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images) or logits.shape[1] < 2:

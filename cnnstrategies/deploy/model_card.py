@@ -105,9 +105,8 @@ def _training(path: Path, checkpoint: Mapping[str, Any]) -> dict[str, str]:
             name = trainer["strategy"]
             if isinstance(name, Mapping):
                 name = name["class_path"].rpartition(".")[2]
-            rows["Strategy"] = (
-                f"{name}, {trainer['num_nodes']} x {trainer['devices']} devices, precision {trainer['precision']}"
-            )
+            precision = trainer["precision"] or "32-true"
+            rows["Strategy"] = f"{name}, {trainer['num_nodes']} x {trainer['devices']} devices, precision {precision}"
     return rows
 
 
