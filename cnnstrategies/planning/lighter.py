@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.costs import Profile
+from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.memory import OptimizerMemory, PeakMemory, replica_peak
+from cnnstrategies.planning.part_peaks import PartedStep, part_peaks
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.recompute import CALLBACK, recomputed_peak
 
@@ -55,6 +57,40 @@ def lighter_replicas(
             yield LighterPlan(settings, [replica_peak(costs, state, count, buckets)])
         also = settings if recomputes else f"{RECOMPUTES} {settings}"
         yield LighterPlan(also, [recomputed_peak(costs, state, count, buckets)])
+
+
+def lighter_parts(profile: Profile, parts: PartCosts, step: PartedStep) -> Iterator[LighterPlan]:
+    """Yield plans for a group of devices that have parts of the same images, those that change the step least first.
+
+    The peaks are those of one group. The plans of several groups have fewer groups with more devices, or smaller
+    batches, and as many samples in a step.
+
+    Args:
+        profile: Costs of the network on one device.
+        parts: Costs of the parts of the run.
+        step: The run's own step.
+    """
+    if not step.recomputes:
+        yield LighterPlan(RECOMPUTES, part_peaks(profile, parts, replace(step, recomputes=True)))
+    for factor in FACTORS:
+        changes: list[tuple[str, PartCosts, PartedStep]] = []
+        count = factor * step.batches
+        accumulates = f"--trainer.accumulate_grad_batches={count}"
+        if step.groups % factor == 0:
+            number = factor * parts.parts
+            shares = tuple(share / factor for share in parts.shares for _ in range(factor))
+            more = replace(parts, parts=number, shares=shares)
+            changed = replace(step, groups=step.groups // factor, batches=count)
+            changes.append((f"{OPTION}parts={number} {accumulates}", more, changed))
+        if step.samples >= factor:
+            few = -(-step.samples // factor)
+            smaller = f"{accumulates} with a group's batch of {few} samples instead of {step.samples}"
+            changes.append((smaller, parts, replace(step, samples=few, batches=count)))
+        for settings, costs, changed in changes:
+            yield LighterPlan(settings, part_peaks(profile, costs, changed))
+            if not step.recomputes:
+                again = replace(changed, recomputes=True)
+                yield LighterPlan(f"{RECOMPUTES} {settings}", part_peaks(profile, costs, again))
 
 
 def lighter_stages(predictor: Predictor, layout: Layout) -> Iterator[tuple[str, Predictor, Layout]]:

@@ -1,20 +1,16 @@
 """Predict a step and the memory of devices that each have a part of every image."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from cnnstrategies.planning.candidates import Candidate, DeviceLoad, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.image_parts import PartCosts
-from cnnstrategies.planning.memory import PeakMemory, replica_peak
+from cnnstrategies.planning.memory import PeakMemory
+from cnnstrategies.planning.part_peaks import MESSAGE_BYTES, PartedStep, part_peaks
 from cnnstrategies.planning.stage_costs import reduced_at, stage_costs
 from cnnstrategies.shares import deal
-
-MESSAGE_BYTES = (
-    8 << 20
-)  # Bytes of gradients that the engine sums together. Its constant cannot be imported without torch.
 
 
 def spatial(job: Job) -> Iterator[Candidate]:
@@ -61,16 +57,8 @@ def _candidate(job: Job, costs: PartCosts) -> Candidate:
         step=step,
         sent_bytes=round(sent + 2 * (replicas - 1) * parts * parameters),
         loads=tuple(
-            DeviceLoad(
-                _peak(job, costs, samples * share, samples, replicas),
-                _peak(job, costs, (samples + 1) * share, samples + 1, replicas).total
-                - _peak(job, costs, samples * share, samples, replicas).total,
-                samples,
-                seconds,
-            )
-            for (samples, share), seconds in zip(
-                ((samples, share) for samples in counts for share in costs.shares), computing, strict=True
-            )
+            DeviceLoad(peak, next_peak.total - peak.total, samples, seconds)
+            for (samples, peak, next_peak), seconds in zip(_loads(job, costs, counts), computing, strict=True)
         ),
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
@@ -103,15 +91,12 @@ def _summing(link: Link, costs: PartCosts) -> float:
     return costs.sums * link.all_reduce_time(costs.summed_bytes / costs.sums, costs.parts) if costs.sums else 0.0
 
 
-def _peak(job: Job, costs: PartCosts, share: float, samples: int, replicas: int) -> PeakMemory:
-    """Return the peak memory of a device.
-
-    Args:
-        job: Network, cluster and batch.
-        costs: Costs of the parts.
-        share: Number of samples that need as much memory as the device's part of the group's samples.
-        samples: Number of samples of the group.
-        replicas: Number of groups.
-    """
-    peak = replica_peak(job.profile.at(share), job.state, buckets=1.0 if replicas > 1 else 0.0)
-    return replace(peak, messages=peak.messages + round(samples * costs.window_bytes))
+def _loads(job: Job, costs: PartCosts, counts: Sequence[int]) -> Iterator[tuple[int, PeakMemory, PeakMemory]]:
+    """Yield for each device the samples of its group, and its peak memory with them and with one sample more."""
+    for samples in counts:
+        peaks = [
+            part_peaks(job.profile, costs, PartedStep(number, job.state, groups=len(counts)))
+            for number in (samples, samples + 1)
+        ]
+        for peak, next_peak in zip(*peaks, strict=True):
+            yield samples, peak, next_peak

@@ -13,10 +13,12 @@ from cnnstrategies.pipeline.network_inputs import network_inputs
 from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.pipeline.tracing import seals, trace_open
 from cnnstrategies.planning.costs import Profile
-from cnnstrategies.planning.lighter import LighterPlan, lighter_replicas
+from cnnstrategies.planning.lighter import LighterPlan, lighter_parts, lighter_replicas
 from cnnstrategies.planning.measure import AUTOCAST, USUAL_STATES, states_of, update_of
 from cnnstrategies.planning.measure_bytes import META, bytes_of
+from cnnstrategies.planning.measure_parts import part_costs
 from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, replica_peak, shared_slices
+from cnnstrategies.planning.part_peaks import PartedStep, part_peaks
 from cnnstrategies.planning.recompute import recomputed_peak
 from cnnstrategies.strategies.hybrid_pipeline.example_inputs import given_inputs
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
@@ -62,17 +64,23 @@ def predicted_memory(trainer: Trainer, samples: int | None) -> PredictedMemory:
     precision = str(trainer.precision)
     if samples is None or facts.shards_parameters or precision not in (*AUTOCAST, *WHOLE):
         return PredictedMemory()
-    peak, *lighter = _replica_peaks(trainer, module, samples) or [LighterPlan("", [])]
-    world = trainer.world_size
-    plans = [plan._replace(peaks=[*plan.peaks] * world) for plan in lighter]
-    return PredictedMemory([*peak.peaks] * world, plans)
+    plans = [
+        # The ranks are alike, or groups of ranks are.
+        plan._replace(peaks=[*plan.peaks] * (trainer.world_size // len(plan.peaks)))
+        for plan in _plans(trainer, module, samples)
+    ]
+    return PredictedMemory(plans[0].peaks, plans[1:]) if plans else PredictedMemory()
 
 
-def _replica_peaks(trainer: Trainer, module: LightningModule, samples: int) -> list[LighterPlan]:
-    """Return the run's own plan, and lighter ones; an empty list if nothing is known."""
-    facts = facts_of(trainer.strategy)
-    options, buckets = facts.server_options, facts.gradient_buckets
-    if options is None and buckets is None:
+def _plans(trainer: Trainer, module: LightningModule, samples: int) -> list[LighterPlan]:
+    """Return the run's own plan, and lighter ones; an empty list if nothing is known.
+
+    The peaks are those of one rank if the ranks are alike, and otherwise of the ranks that have parts of the same
+    images.
+    """
+    facts, device = facts_of(trainer.strategy), trainer.strategy.root_device
+    options, buckets, division = facts.server_options, facts.gradient_buckets, facts.image_division
+    if options is None and buckets is None and division is None:
         return []
     try:
         path = find_network(module, None)
@@ -87,13 +95,20 @@ def _replica_peaks(trainer: Trainer, module: LightningModule, samples: int) -> l
         if seals(traced):
             return []  # The code of these modules would run, and may have effects.
         autocast = AUTOCAST.get(str(trainer.precision))
-        costs = bytes_of(traced, images, samples, autocast, trainer.strategy.root_device)
+        costs = bytes_of(traced, images, samples, autocast, device)
+        parts = division and part_costs(traced, images, *division, compact=1.0 if autocast is None else 0.5)
     # The network need not be one that can be traced. The trainer trains it as it is.
     except Exception:
         return []
     shared = 0 if options is None else shared_slices(costs, options.server_count(trainer.num_nodes))
-    state = NO_STATE if options is not None else _state_of(trainer.optimizers, trainer.strategy.root_device)
+    state = NO_STATE if options is not None else _state_of(trainer.optimizers, device)
     batches = trainer.accumulate_grad_batches if options is None else 1
+    if parts is not None:
+        groups = trainer.world_size // parts.parts
+        cuts = None if recomputed is None else recomputed.division.cuts
+        step = PartedStep(samples, state, batches, groups, device.type == "cpu", recomputed is not None, cuts)
+        plan = LighterPlan("", part_peaks(Profile(costs), parts, step))
+        return [plan, *lighter_parts(Profile(costs), parts, step)]
     if recomputed is not None:
         peak = recomputed_peak(costs, state, batches, buckets or 0.0, recomputed.division.cuts)
     else:

@@ -247,6 +247,15 @@ class StrategyFacts:
         return 0.0 if isinstance(strategy, SingleDeviceStrategy) else None
 
     @property
+    def image_division(self) -> tuple[int, int | None] | None:
+        """Number of devices that each have a part of the same images, and the dimension of images that is divided.
+
+        The dimension is counted from the last one, and None for the longest one. The value is None if each device has
+        whole images.
+        """
+        return None
+
+    @property
     def batch_shares(self) -> "Deals | None":
         """Shares by which data modules divide global batches among the ranks.
 

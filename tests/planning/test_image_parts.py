@@ -8,17 +8,21 @@ from planning.random_graphs import chain
 from spatial.parts_in_turn import on_parts
 from torch import nn
 
-from cnnstrategies import planning
 from cnnstrategies.pipeline.tracing import trace_open
+from cnnstrategies.planning import part_peaks
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.devices import Device
 from cnnstrategies.planning.image_parts import PartCosts
+from cnnstrategies.planning.lighter import lighter_parts
 from cnnstrategies.planning.measure_parts import divided_axis, part_costs, possible_parts
+from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, Update
+from cnnstrategies.planning.part_peaks import PartedStep
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.spatial import spatial
 from cnnstrategies.spatial import RowsTensor, SpatialParts, gradient_sums
+from cnnstrategies.strategies.spatial import replicas
 
 LINK = Link(bandwidth=1e6, latency=1e-3, work=1e-4)
 PARTS = PartCosts(
@@ -135,9 +139,11 @@ def test_a_step_computes_exchanges_rows_and_sums() -> None:
     waiting = candidate(replace(job(2, 8), cluster=priced))
     # Two sums of statistics and one of gradients, which take two messages of 1.2 ms without a price.
     assert waiting.step - row.step == pytest.approx(5 * (0.004 - 0.0012) + 3 * (0.01 - 2 * 0.0012))
-    small = replace(PARTS, window_bytes=0.0)
-    bare = candidate(replace(job(2, 8), image_parts=(small,)))
-    assert [a.total - b.total for a, b in zip(row.peaks, bare.peaks, strict=True)] == [8 * 700] * 2
+    copying, bare = (
+        candidate(replace(job(2, 8), image_parts=(replace(PARTS, gradient_bytes=0, window_bytes=size),)))
+        for size in (700.0, 0.0)
+    )
+    assert [a.total - b.total for a, b in zip(copying.peaks, bare.peaks, strict=True)] == [8 * 700] * 2
 
 
 @pytest.mark.parametrize(("bandwidth", "left"), [(4e9, 1), (1e9, 2)])
@@ -168,5 +174,62 @@ def test_a_plan_names_divided_images_where_a_batch_has_fewer_images_than_devices
     assert any(note.startswith("spatial: not predicted") and note.endswith("an operation") for note in notes)
 
 
-def test_plans_know_how_many_bytes_of_gradients_the_engine_sums_together() -> None:
-    assert planning.spatial.MESSAGE_BYTES == gradient_sums.MESSAGE_BYTES
+def test_plans_know_how_many_bytes_of_gradients_are_summed_together() -> None:
+    assert part_peaks.MESSAGE_BYTES == gradient_sums.MESSAGE_BYTES
+    assert part_peaks.AVERAGED_BYTES == replicas.BUCKET
+
+
+def peak(step: PartedStep, **costs: int) -> PeakMemory:
+    """Return the first device's peak. It has half of the activations, and all of 1,000 bytes of parameters."""
+    graph = chain([0.03] * 2, sent=100, parameters=[400, 600], saved=5000, samples=2, input_bytes=70)
+    graph = replace(graph, output_bytes=costs.pop("output", 0))
+    first, second = part_peaks.part_peaks(Profile(graph), replace(PARTS, **{"gradient_bytes": 1000} | costs), step)
+    assert second.activations == 1.2 * first.activations
+    return first
+
+
+def test_a_peak_with_parts_is_that_of_the_fullest_phase() -> None:
+    usual = PartedStep(2, OptimizerMemory(1))
+    # At the end of the forward, with the gradients of the last step. PARTS has a copy of 700 bytes for each sample.
+    assert peak(usual) == PeakMemory(1000, 1000, 1000, 5000, 1400, images=35)
+    assert peak(usual, output=3000) == PeakMemory(1000, 1000, 1000, 5000, 1400, images=35, outputs=2 * 1500)
+    # In the backward of the loss there are no gradients and no copies of rows, but more tensors of the loss.
+    assert peak(usual, output=20000) == PeakMemory(1000, 0, 1000, 5000, images=35, outputs=3 * 10000)
+    # The sums of a backward exist beside the gradients of earlier batches.
+    light = replace(usual, samples=0)
+    assert peak(replace(light, batches=2), gradient_bytes=0).gradients == 2000
+    # Gradients are joined for a message, and averaged over groups.
+    assert peak(light) == PeakMemory(1000, 1000, 1000, messages=1000)
+    assert peak(light, gradient_bytes=600).messages == 600
+    assert peak(replace(light, groups=2), gradient_bytes=0).messages == 1000
+    # The first device of a group gets the whole batch, and copies all rows.
+    many = replace(usual, samples=20, holds_batch=True)
+    big = replace(chain([0.03], sent=1, parameters=[400], saved=1, samples=2), input_bytes=10**6)
+    first, second = part_peaks.part_peaks(Profile(big), PARTS, many)
+    assert (first.images, second.images) == (2 * 10**7, 6 * 10**6)
+    update = replace(light, state=OptimizerMemory(2, Update(of_all=1.5)))
+    assert peak(update, gradient_bytes=0).workspaces == 1500
+
+
+def test_large_gradients_are_joined_during_the_backward() -> None:
+    size = 6 << 20
+    graph = chain([0.03] * 4, parameters=[size] * 4, saved=50 * size, samples=2)
+    graph = replace(graph, nodes=tuple(replace(node, backward_bytes=5 * size) for node in graph.nodes))
+    parts = replace(PARTS, gradient_bytes=4 * size, window_bytes=0.0)
+    first, _ = part_peaks.part_peaks(Profile(graph), parts, PartedStep(2, NO_STATE))
+    assert first.messages == 8 << 20
+
+
+def test_lighter_plans_with_parts_have_as_many_samples_in_a_step() -> None:
+    costs = chain([0.03] * 4, sent=10, parameters=[10] * 4, saved=4000, samples=8, input_bytes=80)
+    plans = list(lighter_parts(Profile(costs), PARTS, PartedStep(2, NO_STATE, groups=2)))
+    more, small = "strategy.init_args.parts=4 --trainer.accumulate_grad_batches=2", "with a group's batch of 1 samples"
+    names = [plan.settings for plan in plans]
+    assert names[0] == "--trainer.callbacks+=ActivationCheckpointing"
+    assert [more in name for name in names] == [False, True, True, False, False]
+    assert [small in name for name in names] == [False, False, False, True, True]
+    before = part_peaks.part_peaks(Profile(costs), PARTS, PartedStep(2, NO_STATE, groups=2))
+    assert [len(plan.peaks) for plan in plans] == [2, 4, 4, 2, 2]
+    for plan in plans:
+        assert max(peak.activations for peak in plan.peaks) <= 0.5 * max(peak.activations for peak in before)
+    assert not list(lighter_parts(Profile(costs), PARTS, PartedStep(1, NO_STATE, recomputes=True)))

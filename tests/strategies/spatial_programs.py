@@ -33,7 +33,11 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from cnnstrategies import ImageClassifier, ImageSegmenter
 from cnnstrategies.callbacks import ActivationCheckpointing, GracefulStop, Pictures, StepProfile, graceful_stop
 from cnnstrategies.callbacks.picture_counts import counts_for
+from cnnstrategies.planning.held_bytes import HeldBytes
+from cnnstrategies.planning.memory import PeakMemory
+from cnnstrategies.spatial import RowsTensor
 from cnnstrategies.strategies import SpatialStrategy
+from cnnstrategies.strategies.predicted_memory import predicted_memory
 
 CLASSES = 5
 SAMPLES, HEIGHT, WIDTH = 11, 41, 33
@@ -275,6 +279,41 @@ def train_with_sleep(make: Callable[[], Any], devices: int, *ranks: int) -> tupl
     with redirect_stdout(StringIO()):
         trainer.fit(module := Slow(ranks), DataLoader(images_with(True), 2))
     return profile.milliseconds, module.compared
+
+
+class HeldRows(HeldBytes):
+    """A count of the bytes of tensors, with the rows of divided tensors, for which torch runs several operations."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, RowsTensor) for kind in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Peaks(Callback):
+    """Notes the predicted peak memory of this rank, and the largest number of bytes of its tensors."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.predicted = predicted_memory(trainer, 4).peaks[trainer.global_rank]
+        self.held = HeldRows()
+        self.held.__enter__()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.held.__exit__(None, None, None)
+        state = (*pl_module.parameters(), *pl_module.buffers())
+        self.counted = self.held.most + sum(tensor.nbytes for tensor in state)
+
+
+def peaks(make: Callable[[], Any], devices: int, precision: str) -> tuple[PeakMemory, int]:
+    """Train for three steps, and return the predicted peak memory of this rank and the counted one."""
+    torch.set_default_dtype(torch.float32)
+    use_strategy(devices)
+    module = OwnModule(UNet("bilinear", classes=CLASSES))
+    module.example_input_array = torch.zeros(1, 3, HEIGHT, WIDTH)
+    noted = Peaks()
+    trainer = quiet_trainer(make(), devices, max_epochs=1, precision=precision, callbacks=[noted])
+    trainer.fit(module, DataLoader(images_with(True), 4))
+    return noted.predicted, noted.counted
 
 
 class Signalled(Callback):

@@ -25,6 +25,7 @@ from spatial_programs import (
     Slow,
     Spiked,
     images_with,
+    peaks,
     train_all,
     train_from,
     train_in,
@@ -82,11 +83,15 @@ def check(actual: dict[str, Tensor], expected: dict[str, Tensor], rank: int, tex
         torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12 * scale, msg=f"{text}, {name}")
 
 
-def train_all_and_with_faults() -> tuple[dict[str, dict[str, Tensor]], list[str], Any, tuple[int, bool]]:
-    """Run all programs in two parts, and runs with a hook on one rank and on both, a sleep, and a stop on rank 1."""
+def train_all_and_with_faults() -> tuple[dict[str, dict[str, Tensor]], list[str], Any, tuple[int, bool], Any]:
+    """Run all programs in two parts, and runs with a hook on one rank and on both, a sleep, and a stop on rank 1.
+
+    The last runs count the memory in two precisions.
+    """
     results = train_all(two_parts, 2, ALL)
     lines = [train_with_hook(two_parts, 2, *hooked) for hooked in ((1,), (0, 1))]
-    return results, lines, train_with_sleep(two_parts, 2, 1), train_with_signal(two_parts, 2, 1)
+    slow, stopped = train_with_sleep(two_parts, 2, 1), train_with_signal(two_parts, 2, 1)
+    return results, lines, slow, stopped, [peaks(two_parts, 2, precision) for precision in ("32-true", "bf16-mixed")]
 
 
 def test_two_parts_train_as_one_process() -> None:
@@ -96,7 +101,11 @@ def test_two_parts_train_as_one_process() -> None:
         r"spatial: after 1 batch, the ranks that .* have different weights network.bias \(norms from .* to .*\): "
         r"register hooks, .* on all of these ranks alike\n"
     )
-    for rank, (report, (on_one, on_both), (times, compared), stopped) in enumerate(reports):
+    for rank, (report, (on_one, on_both), (times, compared), stopped, memory) in enumerate(reports):
+        for predicted, counted in memory:
+            assert predicted.total == pytest.approx(counted, rel=0.02)
+        (in_full, _), (in_half, _) = memory
+        assert in_half.activations < 0.6 * in_full.activations
         assert compared == [True, True, False], "only the first steps are compared"
         # Rank 0 waits for rows of rank 1, which sleeps in its forward. The times are means over both ranks.
         assert times["rows"] > 1000 * Slow.SECONDS / 4

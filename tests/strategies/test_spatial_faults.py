@@ -39,7 +39,8 @@ def check_checkpoint() -> None:
     [
         (
             "SIGKILL",
-            r"The run cannot continue: rank 1 was ended by SIGKILL, .* in step 9 .*; if .*, or more parts with ",
+            r"The run cannot continue: rank 1 was ended by SIGKILL, .* in step 9 .* \(predicted: .* messages .*\); .*, "
+            r"a plan that fits by prediction: --trainer.accumulate_grad_batches=2 with a group's batch of 32 samples ",
         ),
         ("asleep", WAITS),
     ],

@@ -378,6 +378,11 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     def ranks_per_batch(self) -> int:
         return self.parts
 
+    @property
+    @override
+    def image_division(self) -> tuple[int, int | None]:
+        return self.parts, self.axis
+
     @override
     def loading_processes(self, processes: int) -> int:
         """Return the number of groups."""
