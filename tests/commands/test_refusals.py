@@ -11,7 +11,7 @@ from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.cli import main
 from cnnstrategies.commands.arguments.checkpoint_path import check_checkpoint
 from cnnstrategies.commands.arguments.keys import configured_keys
-from cnnstrategies.commands.run.errors import check_nulls, explain_parse_error
+from cnnstrategies.commands.run.errors import _explain_missing, check_nulls, explain_parse_error
 from cnnstrategies.commands.run.trainer import Trainer
 from cnnstrategies.networks import SmallCNN
 
@@ -202,3 +202,16 @@ def test_a_folder_is_a_checkpoint_only_with_shards():
         check_checkpoint("empty")
     Path("empty/.metadata").touch()
     check_checkpoint("empty")
+
+
+@pytest.mark.light
+def test_a_missing_argument_is_asked_of_the_class_that_lacks_it(tmp_path):
+    file = tmp_path / "masks.yaml"
+    file.write_text(
+        "model: {class_path: cnnstrategies.ImageSegmenter, init_args: {num_classes: 2}}\n"
+        "data: {class_path: cnnstrategies.data.SegmentationFolderDataModule, init_args: {root: masks}}\n"
+    )
+    message = _explain_missing(["num_classes"], ["fit", f"--config={file}"])
+    assert message == (
+        "data: cnnstrategies.data.SegmentationFolderDataModule needs num_classes: give --data.num_classes"
+    )

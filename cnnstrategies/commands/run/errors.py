@@ -280,6 +280,15 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
         return none_given(SECTIONS - roots)
     needs = f"needs {missing}"
     takers = [taker for taker in keys if set(names) <= parameters_of(located(taker.value)).keys()]
+    # A class that has the arguments already is not the class that needs them.
+    paths = {key.path.replace(".init_args.", ".") for key in keys}
+    lacking = [
+        taker
+        for taker in takers
+        if not {f"{taker.path.removesuffix('.class_path').replace('.init_args.', '.')}.{name}" for name in names}
+        <= paths
+    ]
+    takers = lacking or takers
     functions = [taker for taker in takers if inspect.isfunction(located(taker.value))]
     # The module passes these arguments to an optimizer's or schedule's class. If they are missing, the configuration
     # names a function in place of the class, so the error message is about the function.
