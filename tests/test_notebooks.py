@@ -1,5 +1,6 @@
 """The example notebook trains under every strategy that forks, can be stopped, and trains again in the same kernel."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -58,10 +59,13 @@ def text_of(cell: Any) -> str:
 
 
 @pytest.mark.extra
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))),
+    reason="nbclient or ipykernel is not installed; `make test-extras` installs them",
+)
 @pytest.mark.parametrize("strategy", ["ddp_fork", *CLASSES.values()])
 def test_a_notebook_trains_is_stopped_and_trains_again(strategy: str) -> None:
-    client = pytest.importorskip("nbclient", reason="nbclient is not installed; `make test-extras` installs it")
-    pytest.importorskip("ipykernel", reason="ipykernel is not installed; `make test-extras` installs it")
+    import nbclient
     import nbformat
 
     notebook = nbformat.reads(NOTEBOOK.read_text(), 4)
@@ -70,7 +74,7 @@ def test_a_notebook_trains_is_stopped_and_trains_again(strategy: str) -> None:
     notebook.cells += [nbformat.v4.new_code_cell(source) for source in (STOPPED, AFTER)]
     notebook.cells[-2].metadata["tags"] = ["raises-exception"]
     threading.Thread(target=interrupt, daemon=True).start()
-    client.NotebookClient(notebook, timeout=150, kernel_name="python3").execute(cwd=".")
+    nbclient.NotebookClient(notebook, timeout=150, kernel_name="python3").execute(cwd=".")
     assert not kill_group(int(Path("kernel").read_text())), "processes were left behind"
     training, again, stopped, after = [cell for cell in notebook.cells if cell.cell_type == "code"][-4:]
     assert "Epoch 1: 100%" in text_of(training), "the progress bar is shown"

@@ -168,7 +168,9 @@ def test_a_worker_that_stalls_says_where_it_is(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(stalls, name, seconds)
     code, output = run_forked(train_with_servers, timeout=100)
     assert code == 0, output
-    (line,) = [line for line in output.splitlines() if line.startswith("no batch has begun or ended for ")]
+    # On a slow machine worker 0 may stall as well.
+    lines = [line for line in output.splitlines() if line.startswith("no batch has begun or ended for ")]
+    line = next(line for line in lines if "worker 1" in line)
     assert f"worker 1 (process {Path('rank').read_text()} on {HOST}) does not wait for other processes, but is" in line
     assert "is at test_stalls.py:" in line
     assert "in on_train_batch_start; its stack: " in line

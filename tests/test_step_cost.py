@@ -87,7 +87,8 @@ def test_the_progress_bar_is_drawn_a_few_times_a_second_unless_the_user_sets_its
     """Drawing the bar takes rank 0 two milliseconds each time, and the other ranks wait for rank 0."""
     shown = dict.fromkeys(("callbacks", "enable_progress_bar"))
     trainer = SimpleNamespace(**shown, logger=False, fast_dev_run=False, enable_checkpointing=False)
-    config = SimpleNamespace(trainer=trainer, predictions=None, stop=None, guard=False, slow_lines=True)
+    options = {"predictions": None, "pictures": False, "stop": None, "guard": False, "slow_lines": True}
+    config = SimpleNamespace(trainer=trainer, **options)
 
     def rates():
         return [callback.refresh_rate for callback in all_callbacks(config) if isinstance(callback, RichProgressBar)]

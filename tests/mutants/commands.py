@@ -32,9 +32,9 @@ from cnnstrategies.runtime.whole_file import remove_abandoned, temporary_name, w
 
 
 @replaces(fail, killed_by=test_refusals.test_invalid_runs_are_refused_in_one_line)
-def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(original, message):
+def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(original, message, code=2):
     try:
-        original(message)
+        original(message, code)
     except SystemExit:
         sys.exit(1)
 

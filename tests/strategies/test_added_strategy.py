@@ -93,9 +93,12 @@ def test_lightnings_strategies_and_subclasses_have_the_facts_of_their_class() ->
     attributes = {name: value for name, value in values.items() if not callable(value)}
     assert attributes == {
         **dict.fromkeys(("environment", "server_options", "parameters_per_device", "batch_shares"), None),
+        "image_division": None,
         **dict.fromkeys(("pipeline", "traffic", "membership"), None),
         **dict.fromkeys(("connects_hosts", "compiles_network", "shards_parameters", "joined_late"), False),
         "has_global_batches": False,
+        "divides_values": False,
+        "replicas_agree": True,
         "has_layers_of_one_device": False,
         "gradient_buckets": 0.0,
         "predicted_peaks": (),
