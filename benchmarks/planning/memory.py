@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from counted import Counted, build
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
-from memory_networks import CLASSES, NETWORKS
+from memory_networks import CLASSES, LARGE, NETWORKS
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,19 +37,26 @@ from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, Profile
-from cnnstrategies.planning.measure import states_of, update_of
+from cnnstrategies.planning.measure import AUTOCAST, states_of, update_of
 from cnnstrategies.planning.measure_bytes import bytes_of
+from cnnstrategies.planning.measure_parts import part_costs
 from cnnstrategies.planning.memory import NO_STATE, OptimizerMemory, PeakMemory, largest, replica_peak, shared_slices
+from cnnstrategies.planning.part_peaks import PartedStep, part_peaks
 from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pipeline"))
 from ranks import machine
 
 BUILD = Path(__file__).resolve().parents[2] / "build/memory"
 RESULTS = Path(__file__).with_suffix(".json")
-STEPS, SAMPLES, MICROBATCHES = 3, 16, 4  # Samples of a global batch.
+STEPS, MICROBATCHES = 3, 4
 STRATEGIES = ("one device", "ddp", "hybrid_pipeline", "parameter_server")
+MIXED = tuple(f"{strategy}, bf16-mixed" for strategy in ("one device", "ddp", "parameter_server"))
+PARTED = ("one device", "spatial", "one device, bf16-mixed", "spatial, bf16-mixed")
+ALL = NETWORKS | LARGE
+# The tables of the page: networks, and strategies with a precision if it is not float32.
+TABLES = (([*NETWORKS], STRATEGIES), ([*NETWORKS][::5], MIXED), ([*LARGE], PARTED))
 ROOM = 1.1  # Limit of a run as a multiple of the predicted peak.
 CPU = torch.device("cpu")
 
@@ -59,8 +66,8 @@ class Module(LightningModule):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.network = NETWORKS[name][0]()
-        self.adam = list(NETWORKS).index(name) % 2 == 0
+        self.network = ALL[name].make()
+        self.adam = list(ALL).index(name) % 2 == 0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Return the loss."""
@@ -128,33 +135,42 @@ Note.__module__ = "cnnstrategies.note"  # Otherwise the hooks would count as a u
 
 def plan(name: str, strategy: str, module: Module) -> tuple[list[PeakMemory], list[str]]:
     """Return the predicted peak of each rank, and the cuts of a pipeline."""
-    costs = costs_of(name, module)
+    strategy, _, precision = strategy.partition(", ")
+    costs, samples = costs_of(name, module, AUTOCAST.get(precision)), ALL[name].samples
     profile, optimizer = Profile(costs), module.configure_optimizers()
     state = OptimizerMemory(states_of(optimizer), update_of(optimizer, CPU))
     if strategy == "one device":
         return [replica_peak(costs, state)], []
     if strategy == "ddp":
-        return [replica_peak(profile.at(SAMPLES / 2), state, buckets=1.0)] * 2, []
+        return [replica_peak(profile.at(samples / 2), state, buckets=1.0)] * 2, []
     if strategy == "parameter_server":
-        return [replica_peak(profile.at(SAMPLES / 2), NO_STATE, shared=shared_slices(costs, 1))] * 2, []
+        return [replica_peak(profile.at(samples / 2), NO_STATE, shared=shared_slices(costs, 1))] * 2, []
+    if strategy == "spatial":
+        compact = 0.5 if precision else 1.0
+        parts = part_costs(trace_open(module.network, True), images_of(name), 2, None, compact=compact)
+        return part_peaks(profile, parts, PartedStep(samples, state, holds_batch=True)), []
     cut = balanced(costs)
     schedules = [("gpipe", "never")] if type(module) is Module else [("1f1b", "never"), ("gpipe", "always")]
     peaks = []
     for schedule, checkpointing in schedules:
         job = Job(
-            profile, Cluster.flat(2, Link(1e9, 1e-4)), SAMPLES, MICROBATCHES, replicas=(1, 1), schedule=schedule,
+            profile, Cluster.flat(2, Link(1e9, 1e-4)), samples, MICROBATCHES, replicas=(1, 1), schedule=schedule,
             activation_checkpointing=checkpointing, run_ahead=False, state_copies=2 + state.copies, update=state.update,
         )  # fmt: skip
         peaks.append(Predictor(job).stage_peaks(Layout((cut,), (1, 1)), False))
     return [largest(pair) for pair in zip(*peaks, strict=True)], [costs.nodes[cut - 1].name]
 
 
-def costs_of(name: str, module: Module) -> GraphCosts:
+def images_of(name: str) -> Tensor:
+    """Return two images without values (2, 3, H, W) of the size with which a network is trained."""
+    return torch.empty(2, 3, ALL[name].size, ALL[name].size, device="meta")
+
+
+def costs_of(name: str, module: Module, autocast: torch.dtype | None) -> GraphCosts:
     """Return the bytes of a network's nodes, which are kept for all strategies."""
-    file = BUILD / f"{name}.costs"
+    file = BUILD / f"{name}{'' if autocast is None else ', mixed'}.costs"
     if not file.exists():
-        size = NETWORKS[name][1]
-        costs = bytes_of(trace_open(module.network, True), torch.empty(2, 3, size, size), SAMPLES)
+        costs = bytes_of(trace_open(module.network, True), images_of(name), ALL[name].samples, autocast, CPU)
         file.write_bytes(pickle.dumps(costs))
     kept: GraphCosts = pickle.loads(file.read_bytes())
     return kept
@@ -178,6 +194,8 @@ def strategy_of(name: str, cuts: list[str], limit: int) -> Any:
         return DDPStrategy(process_group_backend="gloo", start_method="fork")
     if name == "parameter_server":
         return ParameterServerStrategy(start_method="fork")
+    if name == "spatial":
+        return SpatialStrategy(parts=2, process_group_backend="gloo", start_method="fork")
     return HybridPipelineStrategy(
         replicas=[1, 1], cuts=cuts, microbatches=MICROBATCHES, memory_limit=limit, run_ahead=False, start_method="fork"
     )
@@ -189,18 +207,22 @@ def train(name: str, strategy: str, folder: Path, library: Path, limited: bool) 
     seed_everything(1)
     warnings.simplefilter("ignore")
     counted = Counted(library)
-    size, devices = NETWORKS[name][1], 1 if strategy == "one device" else 2
-    data = TensorDataset(torch.randn(SAMPLES * STEPS, 3, size, size), torch.randint(CLASSES, (SAMPLES * STEPS,)))
+    _, size, samples, has_maps = ALL[name]
+    count = samples * STEPS
+    targets = torch.randint(CLASSES, (count, size, size) if has_maps else (count,))
+    data = TensorDataset(torch.randn(count, 3, size, size), targets)
     others = counted.now
     module = module_of(name, strategy)
     predicted, cuts = plan(name, strategy, module)
     (folder / "plan.json").write_text(json.dumps([asdict(peak) for peak in predicted]))
     counted.forget()
-    share = SAMPLES // 2 if strategy in ("ddp", "parameter_server") else SAMPLES
+    kind, _, precision = strategy.partition(", ")
+    share = samples // 2 if kind in ("ddp", "parameter_server") else samples
     trainer = Trainer(
         accelerator="cpu",
-        devices=devices,
-        strategy=strategy_of(strategy, cuts, round(ROOM * largest(predicted).total)),
+        devices=1 if kind == "one device" else 2,
+        strategy=strategy_of(kind, cuts, round(ROOM * largest(predicted).total)),
+        precision=precision or "32-true",
         max_epochs=1,
         callbacks=[Note(counted, others, predicted, limited, folder)],
         logger=False,
@@ -272,85 +294,89 @@ def module_of(name: str, strategy: str) -> Module:
 def main() -> None:
     """Measure what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(NETWORKS))
-    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--only", nargs="*", default=list(ALL))
+    parser.add_argument("--strategies", nargs="*", default=list(dict.fromkeys(STRATEGIES + MIXED + PARTED)))
     parser.add_argument("--page", type=Path, default=Path(__file__).with_suffix(".md"))
     parser.add_argument("--until", default="24:00", help="time of day at which no new run begins")
     parser.add_argument("--again", action="store_true", help="repeat runs that have a result")
     options = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     library = build(BUILD)
-    for name in options.only:
-        for strategy in options.strategies:
-            results = json.loads(RESULTS.read_text(encoding="utf-8"))
-            missing = strategy not in results.setdefault(name, {})
-            if (options.again or missing) and time.strftime("%H:%M") < options.until:
-                result = compared(name, strategy, library)
-                results[name][strategy] = kept = summary(result)
-                lines = [f"{json.dumps(name)}: {{\n{cells(results[name])}\n}}" for name in NETWORKS if name in results]
-                RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-                shown = f"{kept['error']:+.1%}" if "error" in kept else kept["output"]
-                print(name, strategy, shown, "" if result["within"] else "OUT OF MEMORY OR FAILED", flush=True)
+    for name, strategy in ((name, strategy) for names, columns in TABLES for name in names for strategy in columns):
+        if name not in options.only or strategy not in options.strategies:
+            continue
+        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+        missing = strategy not in results.setdefault(name, {})
+        if (options.again or missing) and time.strftime("%H:%M") < options.until:
+            result = compared(name, strategy, library)
+            results[name][strategy] = kept = summary(result)
+            lines = [f"{json.dumps(name)}: {{\n{cells(results[name])}\n}}" for name in ALL if name in results]
+            RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            shown = f"{kept['error']:+.1%}" if "error" in kept else kept["output"]
+            print(name, strategy, shown, "" if result["within"] else "OUT OF MEMORY OR FAILED", flush=True)
     write_page(options.page)
 
 
 def cells(results: dict[str, Any]) -> str:
     """Return the lines of `memory.json` for the runs of one network."""
-    ordered = {strategy: results[strategy] for strategy in STRATEGIES if strategy in results}
+    ordered = {strategy: results[strategy] for strategy in STRATEGIES + MIXED + PARTED if strategy in results}
     return ",\n".join(f"  {json.dumps(strategy)}: {json.dumps(run)}" for strategy, run in ordered.items())
 
 
 def write_page(page: Path) -> None:
     """Write the page from all results."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    rows, all_errors, failed, beyond = [], [], [], []
     made: dict[tuple[str, str], list[str]] = {}  # Cells by commit and machine.
-    for name in NETWORKS:
+    texts = [described(results, names, columns, made) for names, columns in TABLES]
+    lines = ["# Predicted and real peak memory", "", TEXT.format(steps=STEPS, microbatches=MICROBATCHES).strip(), ""]
+    for heading, (text, table) in zip(HEADINGS, texts, strict=True):
+        lines += [f"## {heading}", "", text, "", *table, ""]
+    groups = sorted(made.items(), key=lambda group: -len(group[1]))
+    for number, ((commit, machine_text), runs) in enumerate(groups):
+        others = f"All{' other' * (len(groups) > 1)} runs"
+        lines += [f"- {', '.join(runs) if number else others}: commit {commit}. {machine_text}"]
+    lines += ["", "Command: `python memory.py`, in `benchmarks/planning`."]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def described(
+    results: dict[str, Any], names: Sequence[str], columns: Sequence[str], made: dict[tuple[str, str], list[str]]
+) -> tuple[str, list[str]]:
+    """Return a text about the errors in a table, and the lines of the table. Add the cells to `made`."""
+    rows, errors, failed, beyond = [], [], [], []
+    for name in names:
         row = [name]
-        for strategy in STRATEGIES:
-            cell, result = f"{name} under {strategy}", results.get(name, {}).get(strategy, {})
+        for column in columns:
+            cell, result = f"{name} under {column}", results.get(name, {}).get(column, {})
             if "real" not in result:
                 row.append("failed" if result else "-")
                 failed += [cell] if result else []
                 continue
             made.setdefault((result["commit"], result["machine"]), []).append(cell)
-            all_errors.append(abs(result["error"]))
+            errors.append(abs(result["error"]))
             beyond += [] if result["within"] else [cell]
             error = f"{result['error']:+.0%}" if abs(result["error"]) >= 0.005 else "0%"
             row.append(f"{result['predicted'] / 1e6:,.0f} / {result['real'] / 1e6:,.0f} ({error})")
-        rows.append(row)
-    text = TEXT.format(
-        count=len(all_errors),
-        mean=statistics.mean(all_errors),
-        most=max(all_errors),
-        within=len(all_errors) - len(beyond),
-        beyond=f" Out of memory: {', '.join(beyond)}." if beyond else "",
-        failed=f" Not measured, because the run failed for another reason: {', '.join(failed)}." if failed else "",
-        planned=len(NETWORKS) * len(STRATEGIES),
-        steps=STEPS,
-        samples=SAMPLES,
-        microbatches=MICROBATCHES,
+        rows.append(f"| {' | '.join(row)} |")
+    text = (
+        f"{len(errors)} of {len(names) * len(columns)} runs have been measured: the mean error is "
+        f"{statistics.mean(errors):.1%}, and the largest is {max(errors):.0%}. {len(errors) - len(beyond)} of "
+        f"{len(errors)} end within the limit."
     )
-    groups = sorted(made.items(), key=lambda group: -len(group[1]))
-    lines = ["# Predicted and real peak memory", "", text.strip(), "", f"| network | {' | '.join(STRATEGIES)} |"]
-    lines += ["| --- |" + " --- |" * len(STRATEGIES), *(f"| {' | '.join(row)} |" for row in rows), ""]
-    for number, ((commit, described), runs) in enumerate(groups):
-        others = f"All{' other' * (len(groups) > 1)} runs"
-        lines += [f"- {', '.join(runs) if number else others}: commit {commit}. {described}"]
-    lines += ["", "Command: `python memory.py`, in `benchmarks/planning`."]
-    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text += f" Out of memory: {', '.join(beyond)}." if beyond else ""
+    text += f" Not measured, because the run failed for another reason: {', '.join(failed)}." if failed else ""
+    return text, [f"| network | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns), *rows]
 
 
+HEADINGS = "Small images in float32", "Small images in mixed precision", "Large images, whole and divided"
 TEXT = """
-Networks of torchvision and timm train {steps} steps of {samples} images of 64 x 64 pixels on CPUs, in float32, every
-second one with Adam and the others with SGD with momentum: on one device, and on two with `ddp`, `hybrid_pipeline`
-(two stages, {microbatches} microbatches, in the order 1F1B for half of the networks and `gpipe` for the others) and
-`parameter_server` (mode `sync`; a worker's memory, not a server's). Each cell has the predicted and the real peak in
-MB of the rank with the larger real peak, and a dash stands for a run that has not been made. {count} of {planned} runs
-have been measured: the mean error is {mean:.1%}, and the largest is {most:.0%}.{failed}
-
-Each run has a limit of 1.1 times its predicted peak, for each rank its own. {within} of {count} runs end within
-it.{beyond}
+Networks train {steps} steps on CPUs, every second one with Adam and the others with SGD with momentum: on one device,
+and on two with `ddp`, `hybrid_pipeline` (two stages, {microbatches} microbatches, in the order 1F1B for half of the
+networks and `gpipe` for the others), `parameter_server` (mode `sync`; a worker's memory, not a server's) and `spatial`
+(two parts of each image). Small images have 64 x 64 pixels, in global batches of 16. Of large images a batch has 4 with
+256 x 256 pixels, or 2 with 512 x 512 pixels and a class for each pixel. Each cell has the predicted and the real peak
+in MB of the rank with the larger real peak, and a dash stands for a run that has not been made. Each run has a limit
+of 1.1 times its predicted peak, for each rank its own.
 
 Where a run needed more, it was the first step that did, or the batch was not divided. Under `parameter_server` the
 first step of alexnet and vgg11 compared the loss of the batch with the losses of two parts on a copy of the network; it
@@ -369,8 +395,8 @@ the bytes of all CPU tensors, with those that exist only inside an operation and
 allocator for a GPU does. It refuses an allocation that exceeds the limit, as `torch.OutOfMemoryError`. What exists
 before the network is built (the data set in memory) is subtracted. The count lasts from the first to the last step of
 the training. It has no messages of the parameter server that are not tensors. The predictions come from
-`cnnstrategies.planning.memory`, with bytes from a walk through the network on the meta device. The cut of a pipeline is
-the one that divides activations and training state most evenly.
+`cnnstrategies.planning`, with bytes from a walk through the network with tensors without values. The cut of a pipeline
+is the one that divides activations and training state most evenly.
 """
 
 if __name__ == "__main__":

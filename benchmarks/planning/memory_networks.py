@@ -2,12 +2,52 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
+import segmentation_models_pytorch
 import timm
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import get_model
 
+from cnnstrategies.networks import UNet
+
 CLASSES = 10
+SAMPLES = 16  # Samples of a global batch of small images.
+
+
+class Training(NamedTuple):
+    """What a network is trained with.
+
+    Attributes:
+        make: Function that makes the network.
+        size: Side of the images.
+        samples: Number of samples of a global batch.
+        has_maps: Whether each pixel has a class.
+    """
+
+    make: Callable[[], nn.Module]
+    size: int
+    samples: int = SAMPLES
+    has_maps: bool = False
+
+
+class Scores(nn.Module):
+    """A segmentation network of torchvision that returns the scores of its classes.
+
+    Args:
+        name: Name of the network.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.network = get_model(name, num_classes=CLASSES, weights_backbone=None)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the scores of each pixel (N, classes, H, W)."""
+        scores: Tensor = self.network(images)["out"]
+        return scores
+
+
 # Networks of torchvision and timm, by the side of their images.
 TORCHVISION = {
     64: "alexnet squeezenet1_1 resnet18 resnet34 resnet50 resnext50_32x4d densenet121 mobilenet_v2 mobilenet_v3_small "
@@ -21,15 +61,40 @@ TIMM = {
 }
 MORE_ARGUMENTS = {"googlenet": {"aux_logits": False, "init_weights": False}}
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+NETWORKS = {
     **{
-        f"torchvision.{name}": (partial(get_model, name, num_classes=CLASSES, **MORE_ARGUMENTS.get(name, {})), size)
+        f"torchvision.{name}": Training(
+            partial(get_model, name, num_classes=CLASSES, **MORE_ARGUMENTS.get(name, {})), size
+        )
         for size, names in TORCHVISION.items()
         for name in names.split()
     },
     **{
-        f"timm.{name}": (partial(timm.create_model, name, num_classes=CLASSES), size)
+        f"timm.{name}": Training(partial(timm.create_model, name, num_classes=CLASSES), size)
         for size, names in TIMM.items()
         for name in names.split()
     },
+}
+
+# Networks that are trained with large images.
+CLASSIFIERS = (
+    "resnet18 resnet50 mobilenet_v2 efficientnet_b0 densenet121 convnext_tiny regnet_y_400mf shufflenet_v2_x1_0"
+)
+LARGE = {
+    **{
+        f"torchvision.{name}, 256 x 256": Training(partial(get_model, name, num_classes=CLASSES), 256, 4)
+        for name in CLASSIFIERS.split()
+    },
+    **{
+        f"timm.{name}, 256 x 256": Training(partial(timm.create_model, name, num_classes=CLASSES), 256, 4)
+        for name in ("dla34", "seresnext26d_32x4d")
+    },
+    "UNet, 512 x 512": Training(partial(UNet, CLASSES, widths=(16, 32, 64, 128)), 512, 2, True),
+    **{
+        f"torchvision.{name}, 512 x 512": Training(partial(Scores, name), 512, 2, True)
+        for name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large")
+    },
+    "smp.Unet (resnet18), 512 x 512": Training(
+        partial(segmentation_models_pytorch.Unet, "resnet18", encoder_weights=None, classes=CLASSES), 512, 2, True
+    ),
 }
