@@ -16,7 +16,7 @@ SAMPLES = 16  # Samples of a global batch of small images.
 
 
 class Training(NamedTuple):
-    """What a network is trained with.
+    """Settings with which a network is trained.
 
     Attributes:
         make: Function that makes the network.

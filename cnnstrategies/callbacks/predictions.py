@@ -83,6 +83,7 @@ class PredictionWriter(Callback):
     ) -> None:
         if isinstance(outputs, dict) and {"index", "masks"} <= outputs.keys():
             folder = self.output or self._folder / "predictions"
+            check_indices(outputs["index"])
             write_masks(folder, getattr(trainer, "datamodule", None), outputs["index"].tolist(), outputs["masks"].cpu())
             self._masks = (self._masks or 0) + len(outputs["index"])
             return
@@ -109,6 +110,7 @@ class PredictionWriter(Callback):
         )
         self._indices.clear()
         self._probabilities.clear()
+        check_indices(indices)
         if not trainer.is_global_zero:
             return
         path = self.output or self._folder / "predictions.csv"
@@ -132,6 +134,17 @@ class PredictionWriter(Callback):
                 best = row.index(max(row))
                 first = [] if self._are_values else [classes[best], values[best]]
                 writer.writerow([sample_name(index), *first, *values])
+
+
+def check_indices(indices: Tensor) -> None:
+    """Refuse equal indices of two samples. They are usually labels, which a loader yields in place of indices."""
+    most_frequent = Counter(indices.tolist()).most_common(1)
+    if most_frequent and most_frequent[0][1] > 1:
+        index, count = most_frequent[0]
+        raise ConfigurationError(
+            f"{count} predicted samples have the index {index}: let predict_dataloader yield (images, indices), with a "
+            "sample's position in the dataset in place of its label"
+        )
 
 
 def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:

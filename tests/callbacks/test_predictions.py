@@ -88,6 +88,19 @@ def test_the_users_images_are_preprocessed_like_validation_images():
 
 
 @pytest.mark.light
+def test_labels_in_place_of_indices_are_refused():
+    trainer, writer = SimpleNamespace(world_size=1, is_global_zero=True), PredictionWriter(output=Path("rows.csv"))
+    outputs = {"index": torch.tensor([0, 1, 1, 0, 1]), "probabilities": torch.full((5, 2), 0.5)}
+    writer.on_predict_batch_end(trainer, None, outputs, None, 0)
+    message = r"^3 predicted samples have the index 1: let predict_dataloader yield \(images, indices\)"
+    with pytest.raises(ConfigurationError, match=message):
+        writer.on_predict_epoch_end(trainer, None)
+    masks = {"index": outputs["index"], "masks": torch.zeros(5, 4, 4)}
+    with pytest.raises(ConfigurationError, match=message):
+        writer.on_predict_batch_end(trainer, None, masks, None, 0)
+    assert [*Path().iterdir()] == []
+
+
 def test_invalid_predict_steps_and_image_folders_are_refused():
     with pytest.raises(ConfigurationError, match=r"predict_step returned Tensor: .* 'index'"):
         PredictionWriter().on_predict_batch_end(None, None, torch.zeros(2), None, 0)

@@ -114,6 +114,8 @@ def test_the_learning_rate_at_which_the_loss_falls_fastest_is_found():
     assert rates[steepest(rates, losses)] == pytest.approx(0.02, rel=0.1)
     losses[-4:] = np.inf
     assert rates[steepest(rates, losses)] == pytest.approx(0.02, rel=0.1)
+    losses[90:96] += 4  # The loss jumps, and falls again from there, faster than before.
+    assert rates[steepest(rates, losses)] == pytest.approx(0.02, rel=0.1)
     for flat in (np.zeros(100), rates, np.full(100, np.nan), losses[:9]):
         with pytest.raises(ConfigurationError, match=r"tune: the loss does not fall in \d+ steps"):
             steepest(rates[: len(flat)], flat)

@@ -16,6 +16,7 @@ from cnnstrategies.runtime.processes import temporary_folder
 
 # Settings of the configuration's trainer that change which learning rates are good.
 KEPT = ("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+RISE = 0.5  # Rise of the loss, as a fraction of its whole fall, after which the rates are too large.
 SKIPPED = 10  # Number of steps whose smoothed losses are not reliable yet, as in Lightning.
 
 
@@ -61,6 +62,9 @@ def find_learning_rate(cli: ModelAndData, picture: Path) -> None:
 def steepest(rates: np.ndarray, losses: np.ndarray) -> int:
     """Return the position at which the loss falls fastest with the logarithm of the learning rate.
 
+    Positions after the smallest loss do not count, nor after a first rise by more than half of the whole fall: there
+    the rates are too large for a training.
+
     Lightning's own suggestion divides by differences of the rates themselves. It then chooses one of the smallest
     rates, at which the noise of the loss looks steep: 8e-6 for the quickstart, whose loss falls from 0.01 on.
 
@@ -74,10 +78,29 @@ def steepest(rates: np.ndarray, losses: np.ndarray) -> int:
     usable = np.isfinite(losses)
     usable[:SKIPPED], usable[-1:] = False, False
     positions = np.flatnonzero(usable)
-    slopes = np.gradient(losses[usable], np.log(rates[usable])) if len(positions) > 1 else np.zeros(1)
+    positions = positions[: small_enough(losses[positions])]
+    slopes = np.gradient(losses[positions], np.log(rates[positions])) if len(positions) > 1 else np.zeros(1)
     if slopes.min() >= 0:
         raise ConfigurationError(
             f"tune: the loss does not fall in {len(losses)} steps with learning rates from {rates[0]:.1g} to "
             f"{rates[-1]:.1g}, so there is no suggestion: check the data and the loss"
         )
     return int(positions[slopes.argmin()])
+
+
+def small_enough(losses: np.ndarray) -> int:
+    """Return the number of learning rates before the smallest loss, or before the first large rise of the loss.
+
+    The first third has rates that are too small for a change. Its median stands for the loss before the training,
+    because Lightning smooths the first losses with zeros.
+
+    Args:
+        losses: Smoothed losses, for rising learning rates.
+    """
+    first, rest = np.array_split(losses, [len(losses) // 3])
+    if not len(first):
+        return 0
+    lowest = np.minimum.accumulate([np.median(first), *rest])[1:]
+    risen = np.flatnonzero(rest - lowest > RISE * (np.median(first) - lowest[-1]))
+    falling = rest[: risen[0]] if len(risen) else rest
+    return len(first) + (int(falling.argmin()) + 1 if len(falling) else 0)
