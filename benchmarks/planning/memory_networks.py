@@ -16,7 +16,7 @@ SAMPLES = 16  # Samples of a global batch of small images.
 
 
 class Training(NamedTuple):
-    """Settings with which a network is trained.
+    """A network, and the images with which it is trained.
 
     Attributes:
         make: Function that makes the network.
