@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
 from cnnstrategies._torch_private import LoaderIterator, OperationMode
+from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.placed.operations import operation_of
 
@@ -134,10 +134,12 @@ def copy_of_module(module: LightningModule) -> LightningModule:
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Restore the states of all random number generators when the context ends."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), isolate_rng(include_cuda=False):
+    """Restore the states of all random number generators when the context ends, also by an exception."""
+    states = GeneratorStates.current(device)
+    try:
         yield
+    finally:
+        states.restore(device)
 
 
 @contextmanager

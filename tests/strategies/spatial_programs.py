@@ -169,7 +169,7 @@ class Program:
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 PROGRAMS = {
-    "own classifier": Program(lambda: OwnModule(ResNet(classes=CLASSES)), then=("test", "predict")),
+    "own classifier": Program(lambda: Scaling(ResNet(classes=CLASSES)), then=("test", "predict")),
     "own segmenter": Program(
         lambda: Scaling(UNet("transposed", classes=CLASSES)), images_with_maps,
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}, ("predict",),

@@ -239,6 +239,8 @@ KIND_OF: dict[str, tuple[str, Loss]] = {
         lambda outputs, targets: 1 - (outputs.sigmoid() * (targets == 1)[:, None]).sum() / outputs.sigmoid().sum(),
     ),
     "random": ("unknown", lambda outputs, targets: (outputs * torch.rand(())).square().mean()),
+    "random numbers of Python": ("unknown", lambda outputs, targets: (outputs * random.random()).square().mean()),
+    "random numbers of NumPy": ("unknown", lambda outputs, targets: (outputs * np.random.random()).square().mean()),
     "nothing": ("unknown", lambda outputs, targets: (outputs * 0).sum()),
     "an error": ("unknown", lambda outputs, targets: F.cross_entropy(outputs[:1], targets)),
 }  # fmt: skip
