@@ -77,6 +77,7 @@ class Guard(Callback):
         self._rates = RateHistory()
         self._scheduled: list[ScheduledRate] = []
         self._waiting: list[Finding] = []  # Findings since the last check, of which the other ranks do not know.
+        self._checks, self._alarms = 0, 0  # Numbers of checks, and of checks with a finding on any rank.
         self._printed: set[int] = set()
         self._saved: dict[Path, int] = {}  # Checkpoints that were read back, and the steps before they were saved.
         self._verified: Path | None = None  # The last of them that was saved before a check without a finding.
@@ -233,11 +234,20 @@ class Guard(Callback):
             *zip(alone, is_first, strict=True),
         ):
             self._print(finding, prints)
+        self._checks += 1
         if stops or compared:
+            self._alarms += 1
             if self.on_finding == "stop":
                 self._stop(trainer)
         elif saved := [path for path, saved_at in self._saved.items() if saved_at <= step]:
             self._verified = saved[-1]
+
+    def summary_rows(self) -> list[tuple[str, str]]:
+        """Return the row of the closing summary with the number of checks, and of those that have found something."""
+        if not self._checks:
+            return []
+        text = f"{self._checks} check{'s' * (self._checks > 1)}, "
+        return [("guard", text + (f"{self._alarms} with findings: see above" if self._alarms else "nothing found"))]
 
     def _gather(self, trainer: Trainer, values: Tensor) -> Tensor:
         return facts_of(trainer.strategy).gather_from_ranks(values.to(trainer.strategy.root_device)).cpu()

@@ -65,6 +65,10 @@ class Report(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.save(self.guard.findings, self.folder / f"findings-{trainer.global_rank}")
+        is_wrong = any(not finding.is_note for finding in self.guard.findings)
+        for _, text in self.guard.summary_rows():
+            assert ("nothing found" in text) == (not is_wrong) or trainer.world_size > 1
+            assert not (is_wrong and "nothing found" in text)
         state = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero:
             torch.save(state, self.folder / "weights")
@@ -531,7 +535,10 @@ def test_a_resumed_run_and_the_key_of_a_configuration(tmp_path: Path, monkeypatc
             with (tmp_path / "output").open("w") as output, contextlib.redirect_stderr(output):
                 cli.main(["fit", *options, f"--trainer.max_epochs={epochs}"])
             assert "guard:" not in (tmp_path / "output").read_text()
-            assert [seen.pop().findings, seen] == [[], []]
+            guard = seen.pop()
+            assert [guard.findings, seen] == [[], []]
+            # The check at the end is left out here, and only the first run has a first step.
+            assert guard.summary_rows() == ([("guard", "1 check, nothing found")] if epochs == 1 else [])
 
     run_apart(fit)
 
