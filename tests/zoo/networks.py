@@ -17,11 +17,21 @@ def segmenter(name: str) -> nn.Module:
     return kind("resnet18", encoder_weights=None, in_channels=3, classes=CLASSES)
 
 
-# With its own random weights, the loss of this network is NaN from the first step on, which would show nothing.
+def timm_network(name: str) -> nn.Module:
+    network = timm.create_model(name, num_classes=CLASSES)
+    if name == "inception_v3":
+        # With its own random weights, the loss of this network is NaN in the second step, which would show nothing.
+        for layer in network.modules():
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                layer.reset_parameters()
+    return network
+
+
+# With its own random weights, the loss of this network is NaN from the first step on.
 TORCHVISION_OPTIONS = {"inception_v3": {"init_weights": False}}
 # By name: a function that makes the network, the size of its images, and whether its targets are masks.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
-    **{f"timm.{name}": (partial(timm.create_model, name, num_classes=CLASSES), TIMM[name], False) for name in TIMM},
+    **{f"timm.{name}": (partial(timm_network, name), TIMM[name], False) for name in TIMM},
     **{
         f"torchvision.{name}": (
             partial(get_model, name, num_classes=CLASSES, **TORCHVISION_OPTIONS.get(name, {})),
