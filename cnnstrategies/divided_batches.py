@@ -8,10 +8,9 @@ from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from cnnstrategies.runtime.seeds import mixed_seed, seed_all
+from cnnstrategies.runtime.seeds import mixed_seed, restores_random_numbers, seed_all
 
 
 class DividedBatches(DistributedSampler[Any]):
@@ -56,7 +55,7 @@ class DividedBatches(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of the epoch that was set last."""
-        with isolate_rng(include_cuda=False):
+        with restores_random_numbers():
             seed_all(mixed_seed(self.seed, self.epoch))
             # Drawing a batch of a finite sampler may use random numbers, so all batches are drawn at once. On one
             # device Lightning loads no more batches than the sampler's length, even if the sampler yields more.

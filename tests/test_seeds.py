@@ -1,13 +1,15 @@
 """Seeds that are mixed from neighbouring numbers are all different. Ranks with the same batch have the same seed."""
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.runtime.seeds import mixed_seed
+from cnnstrategies.runtime.seeds import mixed_seed, restores_random_numbers, seed_all
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 
@@ -52,3 +54,21 @@ def test_ranks_draw_the_numbers_of_their_batch(monkeypatch, strategy, equal_to):
     expected = [drawn(Replicas(), rank) for rank in range(4)]
     assert len(set(expected)) == 4
     assert [drawn(strategy, rank) for rank in range(4)] == [expected[number] for number in equal_to]
+
+
+def test_random_numbers_are_restored_after_an_exception_as_well():
+    def drawn():
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    def draw_and_fail():
+        with restores_random_numbers():
+            seed_all(7)
+            drawn()
+            raise KeyError("wrong index")
+
+    seed_all(3)
+    expected = drawn()
+    seed_all(3)
+    with pytest.raises(KeyError, match="wrong index"):
+        draw_and_fail()
+    assert drawn() == expected

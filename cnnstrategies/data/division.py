@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from cnnstrategies.runtime.seeds import seed_all
+from cnnstrategies.runtime.seeds import restores_random_numbers, seed_all
 
 LEAVES = 6  # Number of leaves of a batch or an item that are compared. A leaf is a tensor, a number or a text.
 DRAWN = 1 << 16  # Largest number of items of a sampler that are compared.
@@ -122,7 +121,7 @@ def _drawn_items(loader: DataLoader[Any]) -> Any:
     if type(sampler) is SequentialSampler or whole:
         return size
     try:
-        with isolate_rng(include_cuda=False):
+        with restores_random_numbers():
             seed_all(SEED)
             # The copy of the sampler refers to the original data set, which may be large.
             drawn = copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
@@ -147,7 +146,7 @@ def _probes(loader: DataLoader[Any], drawn: Any) -> list[int]:
 
 def _item_checksums(dataset: Any, index: Any) -> list[int]:
     try:
-        with isolate_rng(include_cuda=False):
+        with restores_random_numbers():
             seed_all(SEED)
             leaves = tree_leaves(_shallow(dataset)[index])[:LEAVES]
     except Exception:  # The data set may work only in the loader's worker processes.

@@ -5,11 +5,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.runtime.seeds import mixed_seed, seed_all
+from cnnstrategies.runtime.seeds import mixed_seed, restores_random_numbers, seed_all
 from cnnstrategies.shares import Deals, deal, turns
 from cnnstrategies.strategies.protocol import GradientWeighting
 
@@ -252,7 +251,7 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
         # Configure the sampler for a single rank, because it then yields all samples once.
         inner.num_replicas, inner.num_samples = 1, samples_in(inner)
         inner.total_size = inner.num_samples
-    with isolate_rng(include_cuda=False):
+    with restores_random_numbers():
         for rank in range(inner.num_replicas):
             inner.rank = rank
             seed_all(mixed_seed(inner.seed, epoch))

@@ -2,6 +2,8 @@
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,3 +25,18 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
+
+
+@contextmanager
+def restores_random_numbers() -> Iterator[None]:
+    """Restore torch's (only on the CPU), NumPy's and Python's random numbers when the context ends.
+
+    Unlike Lightning's ``isolate_rng``, this also restores them if the context ends by an exception.
+    """
+    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

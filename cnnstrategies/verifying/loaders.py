@@ -6,13 +6,13 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
 from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.models.samples import count_samples
+from cnnstrategies.runtime.seeds import restores_random_numbers
 
 MOST_COUNTED = 1 << 16  # Largest number of batches of a stream that are counted.
 
@@ -76,7 +76,7 @@ def whole_epoch(make: Callable[[], Any], reads: bool) -> int | None:
     """
     try:
         # Making and reading the loader must not change the random numbers of the run.
-        with isolate_rng(include_cuda=False):
+        with restores_random_numbers():
             loader = make()
             count = epoch_samples(loader)
             if count is None and reads and isinstance(getattr(loader, "dataset", None), IterableDataset):
