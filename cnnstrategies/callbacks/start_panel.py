@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from cnnstrategies.callbacks.tables import print_table, relative
+from cnnstrategies.callbacks.tables import print_table, relative, rows_of_callbacks
 from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import dealt
@@ -113,7 +113,7 @@ class StartPanel(Callback):
             *images(trainer),
             training_batch(trainer, size) if training else evaluation_batch(trainer, size, first),
             *facts.panel_rows(size_of_share(trainer, size, first)),
-            *rows_of_callbacks(trainer),
+            *rows_of_callbacks(trainer, "panel_rows"),
             *(self._memory(trainer, size_of_share(trainer, size, first)) if training else []),
             ("parameters", parameters(trainer, whole_network(trainer, module, self._before))),
             ("precision", precision(trainer, module)),
@@ -127,12 +127,6 @@ class StartPanel(Callback):
                 ("unlike one device", "\n".join(differences(trainer, size_of_share(trainer, size, first))) or "nothing")
             )
         return rows
-
-
-def rows_of_callbacks(trainer: Trainer) -> list[Row]:
-    """Return the panel's rows of the callbacks that have a method ``panel_rows``."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-    return [row for callback in callbacks for row in getattr(callback, "panel_rows", list)()]
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:

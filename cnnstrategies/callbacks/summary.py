@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from typing_extensions import override
 
-from cnnstrategies.callbacks.tables import print_table, relative
+from cnnstrategies.callbacks.tables import print_table, relative, rows_of_callbacks
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
 from cnnstrategies.strategies.protocol import facts_of
@@ -58,12 +58,12 @@ class TrainingSummary(Callback):
             path = Path(log_dir) / "curves.png"
             draw_curves(self.history, path)
             rows.append(("curves", relative(str(path))))
-        print_table("Training summary", rows + rows_of_callbacks(trainer))
+        print_table("Training summary", rows + rows_of_callbacks(trainer, "summary_rows"))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Below Lightning's table of the metrics.
-        rows = rows_of_callbacks(trainer) if stage in EVALUATIONS and trainer.is_global_zero else []
+        rows = rows_of_callbacks(trainer, "summary_rows") if stage in EVALUATIONS and trainer.is_global_zero else []
         if rows:
             print_table(EVALUATIONS[stage], rows)
 
@@ -92,12 +92,6 @@ class TrainingSummary(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = state_dict["history"]
-
-
-def rows_of_callbacks(trainer: Trainer) -> list[tuple[str, str]]:
-    """Return the summary's rows of the callbacks that have a method ``summary_rows``."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-    return [row for callback in callbacks for row in getattr(callback, "summary_rows", list)()]
 
 
 def peak_bytes(trainer: Trainer) -> list[int]:
