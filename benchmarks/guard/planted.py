@@ -55,7 +55,8 @@ def cell(answer: Answer | None) -> str:
         text = text.rpartition("; ")[2]  # Before this, the row counts samples and batches.
     text = re.sub(r"/\S+/", "", text.removeprefix("guard: ").partition("; likely cause")[0])  # Without folders.
     text = f"{answer.check}: {text}" if answer.check else text
-    return text if len(text) < LONGEST else f"{text[:LONGEST]}..."
+    text = text if len(text) < LONGEST else f"{text[:LONGEST]}..."
+    return text.replace("[", r"\[")  # Without the backslash a pair of keys is read as a link.
 
 
 def is_named(answer: Answer | None, fault: Fault) -> bool:
