@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,14 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 
 PAGE = (ROOT / "docs/development/architecture.md").read_text()
 GLOSSARY = (ROOT / "docs/development/glossary.md").read_text()
+
+
+def test_the_page_draws_the_floors_that_the_import_contract_checks() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    (drawing,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    lines = [re.split(r" {3,}", line)[0] for line in drawing.splitlines()]
+    assert [line.split() for line in lines if line] == [layer.split(" : ") for layer in layers]
 
 
 def listed_functions(title: str) -> list[str]:
