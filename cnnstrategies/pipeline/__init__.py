@@ -16,7 +16,7 @@ Files for both ways:
 - Tracing: `tracing` (graph and cuts), `leaf_tracer` and `open_tracer` (which modules are opened), `whole_modules` (why
   others are not), `own_code`, `outside_reads` and `graph_checks` (what a graph must not lose), `untouched` (tracing
   leaves no trace), `node_uses` (tensors that nodes use).
-- Random numbers: `generator_states`. Inputs: `network_inputs`.
+- Inputs: `network_inputs`.
 - Stages: `stage` (cuts a graph), `buffers` (buffers on replicas), `batch_statistics` (of BatchNorm).
 
 Files for the user's own program:

@@ -20,9 +20,10 @@ from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.stage import check_backend, divide
 from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
-from cnnstrategies.pipeline.transport import Transport, new_group
+from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.allocation import reuse_freed_memory
+from cnnstrategies.runtime.groups import new_group
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from cnnstrategies.codec import from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Images, Split
-from cnnstrategies.pipeline.transport import Transport, broadcast_value
+from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.runtime.groups import broadcast_value
 
 HEADER_BYTES = 1024
 WORD = 8  # Bytes of an integer. A header begins with its length as an integer; tensors travel in buffers of integers.

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine_batch import Batch
 from cnnstrategies.pipeline.engine_loss import MeanLoss
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.task_times import run_tasks
 from cnnstrategies.pipeline.timetable import Task
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.engine import Pipeline

@@ -17,7 +17,6 @@ from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_flat
 
 from cnnstrategies._torch_private import applied_functions, has_hooks, is_checkpoint, with_functions
 from cnnstrategies.codec import with_fields
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes, keys_of, with_keys
 from cnnstrategies.pipeline.network_inputs import network_inputs
 from cnnstrategies.pipeline.own_code import OwnCode
@@ -31,6 +30,7 @@ from cnnstrategies.pipeline.whole_modules import (
     warn_of_checkpoint,
     where,
 )
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

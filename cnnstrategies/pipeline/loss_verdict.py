@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss, LossOfCall
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.gradient_check import GradientComparison, GradientVerdict, Pairs, combine
 from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 
 def judge(

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from cnnstrategies._torch_private import OperationMode, put_buffer
 from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, adds, find_rule, tolerance
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.watched import StoredKey
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 # Arguments of a stage's forward.
 Arguments = tuple[Any, ...]

@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from cnnstrategies.pipeline.generator_states import GeneratorStates, generator_of
 from cnnstrategies.pipeline.transport import Pending, Transport
+from cnnstrategies.runtime.generator_states import GeneratorStates, generator_of
 
 CONTENT = "the states of the random number generators"  # for error messages
 

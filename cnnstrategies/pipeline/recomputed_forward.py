@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from cnnstrategies._torch_private import put_buffer, writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.network_inputs import as_images, inputs_of_call, network_inputs
 from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.repeated_forward import check_parameters, differ, some_elements, versions_of
 from cnnstrategies.pipeline.stage import IMAGES
 from cnnstrategies.pipeline.stored_watch import StoredWatch
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 # Larger buffers are not copied before a forward. In a second forward they get the values of the first one back only if
 # torch counts the writes to them, which it does except in the kernels of BatchNorm.

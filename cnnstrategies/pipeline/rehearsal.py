@@ -15,12 +15,12 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.combining import is_near, is_number, is_same
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.first_forward import NotedParameters
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.network_inputs import network_inputs
 from cnnstrategies.pipeline.stage import IMAGES, copy_value
 from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.untouched import Untouched
 from cnnstrategies.pipeline.watched import StoredKey
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 REHEARSED = 4  # Number of samples.
 # With more elements in a sample, `FEWER` samples are used. The comparison of a U-Net with images of 512 x 512 would

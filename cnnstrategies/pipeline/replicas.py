@@ -11,7 +11,8 @@ from torch import Tensor
 from cnnstrategies._torch_private import copy_all
 from cnnstrategies.pipeline.gradients import bucketed
 from cnnstrategies.pipeline.tensor_headers import memory_format_of, on_the_wire
-from cnnstrategies.pipeline.transport import Transport, new_group
+from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.runtime.groups import new_group
 
 
 class StageReplicas:

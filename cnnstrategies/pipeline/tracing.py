@@ -8,7 +8,6 @@ from typing import Any
 from torch import fx, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.graph_checks import (
     SAMPLES,
     Decided,
@@ -35,6 +34,7 @@ from cnnstrategies.pipeline.whole_modules import (
     seal_in_place,
     where,
 )
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 # Keys of a traced network's metadata; see the attributes of `LeafTracer`.
 _SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"

@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -19,9 +19,10 @@ import torch.distributed.nn.functional
 from torch import Tensor
 
 from cnnstrategies._torch_private import abort_all_groups
-from cnnstrategies.codec import decode, encode, from_bytes, to_bytes
+from cnnstrategies.codec import decode, encode
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.runtime.groups import PeerError, bytes_as_tensor, new_group
 
 # Tags of messages. A tag says what the message contains: activations, gradients of activations, a part of an object, or
 # flags that say which tensors have a gradient.
@@ -33,66 +34,6 @@ FOREVER = timedelta(days=365)
 # After a transfer has failed, seconds to wait until `RankWatch` knows which rank is lost, so that the error message can
 # name the rank.
 NAMING = 2.0
-
-
-def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
-    """Create a process group of some ranks. All ranks of the default group must call this.
-
-    Returns:
-        The group; None on ranks that do not belong to the group.
-    """
-    group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
-@contextmanager
-def cpu_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
-    """Provide a process group of all ranks for tensors on the CPU. All ranks must call this.
-
-    If the backend of the default group is gloo, the default group is used. Otherwise a group is created, and destroyed
-    on exit.
-    """
-    if dist.get_backend() == "gloo":
-        yield dist.group.WORLD
-        return
-    group = new_group(range(dist.get_world_size()), timeout, backend="gloo")
-    yield group
-    dist.destroy_process_group(group)
-
-
-def broadcast_value(value: Any, source: int, device: torch.device = CPU, group: dist.ProcessGroup | None = None) -> Any:
-    """Send a value from one rank to all ranks of a group, without pickle. All ranks of the group must call this.
-
-    Args:
-        value: On the source rank, a value that the codec can encode; ignored on other ranks.
-        source: Rank that has the value.
-        device: Device for the tensors that are sent.
-        group: The group; by default all ranks.
-
-    Returns:
-        The value of the source rank.
-
-    Raises:
-        CodecError: The value cannot be encoded. Only the source rank raises this error.
-    """
-    is_source = dist.get_rank() == source
-    message = _bytes_as_tensor(to_bytes(value)) if is_source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([len(message)], device=device)
-    dist.broadcast(length, source, group=group)
-    message = message.to(device) if is_source else torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(message, source, group=group)
-    return from_bytes(message.cpu().numpy().tobytes())
-
-
-def _bytes_as_tensor(data: Any) -> Tensor:
-    """Return bytes as a uint8 tensor. If the data is a writable buffer, the tensor shares the buffer's memory."""
-    if isinstance(data, bytes):
-        data = bytearray(data)
-    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-
-
-class PeerError(RuntimeError):
-    """A rank did not respond, or its connection broke. The error message names the ranks and the transfer."""
 
 
 class Pending:
@@ -212,7 +153,7 @@ class Transport:
             target: Receiving rank.
             content: Description of the value, for error messages.
         """
-        frames = [_bytes_as_tensor(frame) for frame in encode(value)]
+        frames = [bytes_as_tensor(frame) for frame in encode(value)]
         parts = (torch.tensor([len(frames)]), torch.tensor([len(frame) for frame in frames]), *frames)
         return [self.send(part, target, OBJECT, content).begin() for part in parts if part.numel()]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cnnstrategies._torch_private import writes
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.outside_variables import Variables, is_library, used_by_class, used_by_function
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 # Objects of these types are shared with other code, or have no state that a forward changes.
 _PASSED_OVER = (type, ModuleType, FunctionType, MethodType, nn.Parameter, torch.device, torch.Size)

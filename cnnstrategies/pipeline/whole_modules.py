@@ -11,8 +11,8 @@ from typing import Literal
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.untouched import Change
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 # Stands for an attribute's name if the network's code has stored something outside of the network.
 OUTSIDE = ""

@@ -21,7 +21,7 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
-from cnnstrategies.pipeline.generator_states import GeneratorStates
+from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.strategies.mean_terms import joined, mean_terms
 from cnnstrategies.strategies.module_copies import (
     CollectiveError,

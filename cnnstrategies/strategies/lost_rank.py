@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from cnnstrategies._lightning_private import ranks_are_children
-from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.placed import DivergedError
+from cnnstrategies.runtime.groups import PeerError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
 from cnnstrategies._torch_private import LoaderIterator, OperationMode
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
 from cnnstrategies.placed.operations import operation_of
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
 # Classes of objects that a copy shares with the original module, because copying them would take time or break them.

@@ -20,13 +20,13 @@ from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.hybrid_pipeline.balancing import StageBalance
-from cnnstrategies.strategies.hybrid_pipeline.joined_parts import _joined, join_parts
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placed_batches import continue_with
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.joined_parts import _joined, join_parts
 from cnnstrategies.strategies.module_copies import tensors_stay
 
 removes(

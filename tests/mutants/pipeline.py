@@ -20,12 +20,12 @@ from cnnstrategies.pipeline.batch_statistics import StatisticsTable
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.engine_step import Step
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.placed_call import PlacedCall
 from cnnstrategies.pipeline.timetable import Placement, tasks_of
 from cnnstrategies.pipeline.transport import RankWatch, Transport
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 
 @replaces(Step.part_of_loss, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)

@@ -4,7 +4,7 @@ import test_spatial
 import torch
 from mutants.faulty import removes, replaces
 
-from cnnstrategies.pipeline.generator_states import GeneratorStates
+from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.spatial.norms import statistics
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first

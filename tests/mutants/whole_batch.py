@@ -16,7 +16,6 @@ import test_trainer_on_gpu
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.pipeline.combining import gradient_of_part
-from cnnstrategies.pipeline.generator_states import NumpyStates
 from cnnstrategies.pipeline.late_verdicts import LateVerdicts
 from cnnstrategies.pipeline.loss_verdict import settle_late
 from cnnstrategies.pipeline.microbatches import Split
@@ -28,6 +27,7 @@ from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed.places import Places
+from cnnstrategies.runtime.generator_states import NumpyStates
 
 removes(
     StageReplicas.copy_from_first,

@@ -19,7 +19,9 @@ from cnnstrategies.pipeline import engine_batch, transport
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.engine_batch import share_batch
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.transport import Transport, broadcast_value
+from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.runtime import groups
+from cnnstrategies.runtime.groups import broadcast_value
 
 
 class Hostile:
@@ -42,7 +44,7 @@ def a_peer_sends_pickles() -> None:
     images = torch.zeros(4, 1, 2, 2)
     if link.rank == 0:
         transport.encode = lambda value: [data]  # type: ignore[attr-defined]
-        transport.to_bytes = engine_batch.to_bytes = lambda value: data  # type: ignore[attr-defined]
+        groups.to_bytes = engine_batch.to_bytes = lambda value: data  # type: ignore[attr-defined]
         for pending in link.send_object(None, 1, "a message"):
             pending.wait()
         refuses(lambda: broadcast_value(None, 0))

@@ -15,12 +15,12 @@ from test_whole_batch import Residual, contrastive, views
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.channels import AHEAD
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.messages import RefusedError
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 STEPS = 3
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline import transport
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.transport import PeerError
+from cnnstrategies.runtime.groups import PeerError
 
 SOON = 40.0  # Seconds. NCCL's time-out would take ten minutes.
 

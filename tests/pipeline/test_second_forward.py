@@ -16,13 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import CallArguments
 from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 F64, CPU = torch.float64, torch.device("cpu")
 MICROBATCHES, SAMPLES, STEPS = 3, 6, 2

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
 from cnnstrategies._lightning_private import MultiProcessingLauncher
-from cnnstrategies.pipeline.transport import PeerError
+from cnnstrategies.runtime.groups import PeerError
 from cnnstrategies.strategies import lost_rank
 
 pytestmark = pytest.mark.light

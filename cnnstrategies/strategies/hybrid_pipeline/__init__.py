@@ -12,7 +12,7 @@ Every rank runs the user's own module, callbacks and optimizers. The files:
 - Steps: `steps` (the user's steps and backwards), `order` (GPipe or 1F1B), `logs`, `metric_values`, `predictions`,
   `epoch_ends`.
 - Data: `loading` (global batches on all ranks), `placed_batches` (who gets which tensors), `loading_ranks` (who
-  loads), `loader_messages`, `batch_form` (sends a user's batch), `joined_parts` (batches of several replicas).
+  loads), `loader_messages`.
 - Measurements: `stage_times` (would other cuts be faster), `balancing` (shares of the replicas), `descriptions` (start
   panel).
 """

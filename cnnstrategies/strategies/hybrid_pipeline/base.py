@@ -16,12 +16,13 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import check_start, keep_batches, leave_samplers, ranks_are_children
 from cnnstrategies.old_names import refuse_old_names
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
-from cnnstrategies.pipeline.transport import PeerError, Transport, broadcast_value, cpu_group
+from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import DivergedError, Places
 from cnnstrategies.quantities import Duration, Size, as_timedelta
+from cnnstrategies.runtime.generator_states import GeneratorStates
+from cnnstrategies.runtime.groups import PeerError, broadcast_value, cpu_group
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealt_loader import by_shares

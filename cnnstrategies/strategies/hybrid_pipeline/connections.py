@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.transport import Transport, broadcast_value, new_group
+from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import DeviceLink, GlooLink, Places
+from cnnstrategies.runtime.generator_states import GeneratorStates
+from cnnstrategies.runtime.groups import broadcast_value, new_group
 from cnnstrategies.strategies.default_group import default_group
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 

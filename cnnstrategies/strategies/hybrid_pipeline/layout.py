@@ -27,7 +27,6 @@ from cnnstrategies.pipeline.timetable import (
     Schedule,
     even_replicas,
 )
-from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.lighter import LighterPlan, lighter_stages
@@ -37,6 +36,7 @@ from cnnstrategies.planning.memory import NO_UPDATE, PeakMemory, largest
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.quantities import size_in_bytes
+from cnnstrategies.runtime.groups import broadcast_value
 from cnnstrategies.shares import check_count, check_initial
 from cnnstrategies.strategies.hybrid_pipeline.profiling import profile_of
 

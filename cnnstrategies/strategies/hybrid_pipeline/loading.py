@@ -15,10 +15,10 @@ from cnnstrategies.data.sampling import batches_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import Places
-from cnnstrategies.strategies.hybrid_pipeline.batch_form import take_apart
-from cnnstrategies.strategies.hybrid_pipeline.joined_parts import count_samples, first_rows
+from cnnstrategies.strategies.batch_form import take_apart
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placed_batches import NoneBatch, PlacedBatches
+from cnnstrategies.strategies.joined_parts import count_samples, first_rows
 
 # Default for the largest number of bytes of a tensor of which all ranks get copies.
 SMALL = 1 << 16
@@ -99,7 +99,7 @@ class PlacedLoader:
     def begin(self) -> Iterator[Any]:
         """Create the iterator of this rank's own loader, and return an iterator of this rank's parts of batches.
 
-        A part is a result of :func:`~cnnstrategies.strategies.hybrid_pipeline.batch_form.take_apart`, or None if this
+        A part is a result of :func:`~cnnstrategies.strategies.batch_form.take_apart`, or None if this
         rank does not have a part of a batch. The iterator of parts does not end.
         """
         return self.ranks.batches(self._own(iter(self.loader)) if self.loads_now else iter(()))

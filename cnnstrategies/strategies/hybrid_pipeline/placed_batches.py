@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
+from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
-from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, yields_pinned
-from cnnstrategies.strategies.hybrid_pipeline.joined_parts import DividedRows, count_samples, join_parts, keep_rows
+from cnnstrategies.strategies.batch_form import put_together, yields_pinned
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import START, LoaderMessage, exchange, receive, send
+from cnnstrategies.strategies.joined_parts import DividedRows, count_samples, join_parts, keep_rows
 
 if TYPE_CHECKING:
     from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader

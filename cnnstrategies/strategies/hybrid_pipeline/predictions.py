@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.placed import Places
-from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, take_apart
-from cnnstrategies.strategies.hybrid_pipeline.joined_parts import count_samples, first_rows
+from cnnstrategies.strategies.batch_form import put_together, take_apart
+from cnnstrategies.strategies.joined_parts import count_samples, first_rows
 
 
 def predictions_on_rank_zero(places: Places, predictions: Any) -> Any:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from cnnstrategies.pipeline.transport import cpu_group
 from cnnstrategies.placed import ForeignTensor
+from cnnstrategies.runtime.groups import cpu_group
 from cnnstrategies.strategies.hybrid_pipeline.network import tensors_of
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cnnstrategies.pipeline.generator_states import GeneratorStates
-from cnnstrategies.pipeline.transport import broadcast_value, new_group
 from cnnstrategies.placed.messages import LinkError
+from cnnstrategies.runtime.generator_states import GeneratorStates
+from cnnstrategies.runtime.groups import broadcast_value, new_group
 from cnnstrategies.spatial import GroupLink, SpatialParts
 from cnnstrategies.spatial.link import link_errors
 

@@ -9,10 +9,10 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 
 from cnnstrategies.data.division import StreamComparison, describe_batch, divided_among, has_map
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.generator_states import GeneratorStates
-from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.placed.runner import CPU
+from cnnstrategies.runtime.generator_states import GeneratorStates
+from cnnstrategies.strategies.batch_form import yields_pinned
 from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
-from cnnstrategies.strategies.hybrid_pipeline.batch_form import yields_pinned
 from cnnstrategies.strategies.spatial.checks import refuse_divided_data
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.parted_batches import PartedBatch, join_batch, part_batch

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from cnnstrategies.codec import DTYPES
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.placed.runner import CPU
 from cnnstrategies.spatial import SpatialParts
-from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, take_apart
+from cnnstrategies.strategies.batch_form import put_together, take_apart
 
 IMAGE = 4, 5  # Numbers of dimensions of a batch of images (N, C, H, W), and of volumes (N, C, D, H, W).
 AXIS_NAMES = {-1: "width", -2: "height", -3: "depth"}

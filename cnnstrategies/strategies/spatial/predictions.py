@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, take_apart
-from cnnstrategies.strategies.hybrid_pipeline.joined_parts import count_samples, first_rows
+from cnnstrategies.strategies.batch_form import put_together, take_apart
+from cnnstrategies.strategies.joined_parts import count_samples, first_rows
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.replicas import whole_tensor
 

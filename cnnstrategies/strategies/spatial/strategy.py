@@ -19,9 +19,9 @@ from cnnstrategies._lightning_private import allow_skipped_steps, keep_batches, 
 from cnnstrategies.data.division import is_divided
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.old_names import refuse_old_names
-from cnnstrategies.pipeline.generator_states import GeneratorStates
-from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.placed.runner import CPU
 from cnnstrategies.quantities import Duration, as_timedelta
+from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.runtime.processes import end_group_at_exit, leave_group_at_exit
 from cnnstrategies.spatial.gradient_sums import agree_on_hooks
 from cnnstrategies.strategies.default_group import default_group

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cnnstrategies.pipeline.generator_states import GeneratorStates
+from cnnstrategies.runtime.generator_states import GeneratorStates
 
 pytestmark = pytest.mark.light
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """Join the parts of a batch that the replicas of the first stage have loaded.
 
-A part is a result of :func:`~cnnstrategies.strategies.hybrid_pipeline.batch_form.take_apart`.
+A part is a result of :func:`~cnnstrategies.strategies.batch_form.take_apart`.
 """
 
 from collections import Counter

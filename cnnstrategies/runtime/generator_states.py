@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cnnstrategies.pipeline.microbatches import CPU
-
 
 class GeneratorStates(NamedTuple):
     """States of the random number generators of this process.
@@ -120,5 +118,5 @@ def generator_of(device: torch.device) -> torch.Generator | None:
 def used_device() -> torch.device:
     """Return the GPU that this process uses; the CPU if it has not used a GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return CPU
+        return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
