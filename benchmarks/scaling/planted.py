@@ -25,10 +25,11 @@ sys.path += [str(Path(__file__).parents[1] / "pipeline"), str(Path(__file__).par
 
 from ranks import report
 
+from cnnstrategies.planning.configuration_file import write_commented
 from cnnstrategies.planning.scaling.figures import Facts, Measurements
 from cnnstrategies.planning.scaling.measuring import Bench
 from cnnstrategies.planning.scaling.reasons import reasons
-from cnnstrategies.planning.tune.settings import nested, write_commented
+from cnnstrategies.planning.tune.settings import nested
 
 HERE = Path(__file__).parent
 SECONDS = 12.0  # Time limit of the measurement of one training, with its start.

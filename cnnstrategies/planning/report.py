@@ -12,6 +12,7 @@ from rich.text import Text
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Candidate
+from cnnstrategies.planning.configuration_file import write_commented
 from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.predict import Predictor
@@ -19,7 +20,6 @@ from cnnstrategies.planning.rank import Ranking
 from cnnstrategies.planning.recompute import CALLBACK, RECOMPUTED
 from cnnstrategies.planning.simulate import Simulation
 from cnnstrategies.planning.stage_costs import messages, stage_costs
-from cnnstrategies.planning.tune.settings import write_commented
 
 COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "cost")
 CLASSES = {

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.configuration_file import write_commented
 from cnnstrategies.planning.tune import contest
 from cnnstrategies.planning.tune.contest import Contest
-from cnnstrategies.planning.tune.settings import Setting, factorial, nested, write_commented
+from cnnstrategies.planning.tune.settings import Setting, factorial, nested
 from cnnstrategies.planning.tune.trial import TrialError
 
 pytestmark = pytest.mark.light

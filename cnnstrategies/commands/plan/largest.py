@@ -10,11 +10,11 @@ from rich.console import Console
 from cnnstrategies.commands.arguments.refuse import fail
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.configuration_file import write_commented
 from cnnstrategies.planning.device_order import largest_in_best_order
 from cnnstrategies.planning.device_report import plans_report
 from cnnstrategies.planning.largest_batch import Largest, largest_of
 from cnnstrategies.planning.rank import NothingFitsError, Ranking
-from cnnstrategies.planning.tune.settings import write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, PATIENCE, Trial, TrialError
 from cnnstrategies.runtime.processes import temporary_folder
 from cnnstrategies.runtime.stop_signals import interruptible

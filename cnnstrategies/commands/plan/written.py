@@ -7,10 +7,10 @@ from cnnstrategies.commands.arguments.keys import read_yaml
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.planning.candidates import Candidate
+from cnnstrategies.planning.configuration_file import write_commented
 from cnnstrategies.planning.device_report import best_plans
 from cnnstrategies.planning.rank import Ranking
 from cnnstrategies.planning.report import trainer_section
-from cnnstrategies.planning.tune.settings import write_commented
 
 
 def write_plans(file: Path, ranking: Ranking, configuration: ModelAndData) -> None:

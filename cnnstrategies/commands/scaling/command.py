@@ -17,13 +17,14 @@ from cnnstrategies.commands.arguments.options import ScalingOptions
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.configuration_file import write_commented
 from cnnstrategies.planning.scaling import report
 from cnnstrategies.planning.scaling.figures import Facts
 from cnnstrategies.planning.scaling.measuring import Bench
 from cnnstrategies.planning.scaling.reason import Reason
 from cnnstrategies.planning.scaling.reasons import reasons
 from cnnstrategies.planning.tune.contest import Contest, repeats
-from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_commented
+from cnnstrategies.planning.tune.settings import Setting, joined, nested
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, TrialError
 from cnnstrategies.runtime.processes import temporary_folder
 

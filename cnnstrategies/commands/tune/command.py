@@ -18,8 +18,9 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.commands.tune.learning_rate import find_learning_rate
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.configuration_file import write_commented
 from cnnstrategies.planning.tune.contest import Contest, repeats, table
-from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
+from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
 from cnnstrategies.runtime.processes import temporary_folder
 from cnnstrategies.runtime.stop_signals import interruptible

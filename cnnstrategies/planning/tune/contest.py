@@ -17,8 +17,9 @@ from rich import box
 from rich.table import Table
 
 from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.configuration_file import write_commented
 from cnnstrategies.planning.tune.race import Analysis, Race, RaceVerdict, combined
-from cnnstrategies.planning.tune.settings import Setting, nested, write_commented
+from cnnstrategies.planning.tune.settings import Setting, nested
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENCE, Trial, TrialError
 
 WARM_UP_STEPS = 3
