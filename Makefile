@@ -113,7 +113,7 @@ fuzz-spatial: $(INSTALLED)
 	$(BIN)/python tests/spatial/random_layers.py $(N)
 
 # First the faulty versions in tests/mutants whose tests take long. Then mutmut makes more than a thousand small changes
-# to nine modules, and the changes that no test notices are printed. Takes some minutes; MODULE=data.sampling takes only
+# to ten modules, and the changes that no test notices are printed. Takes some minutes; MODULE=data.sampling takes only
 # this module. See [tool.mutmut] in pyproject.toml.
 MUTATED := build/mutants
 mutants: $(INSTALLED)

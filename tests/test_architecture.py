@@ -24,6 +24,7 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 PAGE = (ROOT / "docs/development/architecture.md").read_text()
+MOST_FILES_OF_A_GRADIENT = 16  # A person who follows a gradient must be able to hold its path.
 GLOSSARY = (ROOT / "docs/development/glossary.md").read_text()
 
 
@@ -56,6 +57,31 @@ def noting(wanted: list[str]) -> Iterator[list[str]]:
     sys.setprofile(note)
     try:
         yield calls
+    finally:
+        sys.setprofile(None)
+
+
+@contextmanager
+def crossing() -> Iterator[set[str]]:
+    """Yield a set that gets the files of the package whose functions two steps of a parameter server call.
+
+    Nothing is noted before the eleventh time that one of the two workers begins a step, and after the fifteenth time.
+    So the files of the start and of the end of a run do not count.
+    """
+    files: set[str] = set()
+    steps = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal steps
+        module = str(frame.f_globals.get("__name__", ""))
+        if event == "call" and module.startswith("cnnstrategies."):
+            steps += frame.f_code.co_qualname == "WorkerRole.begin_step"
+            if 11 <= steps < 15:
+                files.add(module.removeprefix("cnnstrategies."))
+
+    sys.setprofile(note)
+    try:
+        yield files
     finally:
         sys.setprofile(None)
 
@@ -128,6 +154,15 @@ def test_the_steps_of_a_parameter_server_happen_in_the_listed_order(title: str, 
         outcome = run()
     assert outcome.violation is None
     check(listed_functions(title), calls)
+
+
+def test_a_gradient_crosses_as_many_files_as_the_page_says() -> None:
+    run = simulated("a step\n  data: servers 2, workers 2, replication 2\n  pace: 10\n")
+    with crossing() as files:
+        outcome = run()
+    assert outcome.violation is None
+    (stated,) = map(int, re.findall(r"functions of (\d+) files", PAGE))
+    assert len(files) == stated <= MOST_FILES_OF_A_GRADIENT, sorted(files)
 
 
 @pytest.mark.light

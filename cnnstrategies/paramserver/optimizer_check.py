@@ -24,10 +24,10 @@ from cnnstrategies.optimizer_trial import (
     values_of_all,
 )
 from cnnstrategies.paramserver.optimizer_state import cut_state, join_state, pack_state, unpack_state
-from cnnstrategies.paramserver.optimizers import load_optimizer
+from cnnstrategies.paramserver.optimizers import check_before_sending, load_optimizer
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import Slice, cut
-from cnnstrategies.paramserver.specification import Options, Specification, check_before_sending, hyperparameters
+from cnnstrategies.paramserver.specification import Options, Specification, hyperparameters
 
 CPU = torch.device("cpu")  # Servers keep parameters in CPU memory.
 SLICE_BYTES = 64  # Small slices, so that made-up parameters are cut if the optimizer allows cut parameters.

@@ -1,4 +1,4 @@
-"""The user's torch optimizer, as the servers run it."""
+"""The user's torch optimizer, as the servers run it, and the hyperparameters that workers send for each step."""
 
 import importlib
 import inspect
@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.optimizer_trial import is_elementwise
-from cnnstrategies.paramserver.specification import DTYPES
+from cnnstrategies.paramserver.messages import InvalidMessageError
+from cnnstrategies.paramserver.specification import DTYPES, Group, Options
+
+LARGEST_OPTION = 1e30  # largest absolute value of a hyperparameter in a message
 
 # A value in the optimizer's state of a parameter. Optimizers with preconditioners keep lists of tensors, for example.
 StateValue: TypeAlias = (
@@ -101,7 +104,7 @@ class FusedOptimizer:
         """Make one optimizer step for the parameters that have a gradient.
 
         Args:
-            gradients: Pairs of a parameter and its gradient.
+            gradients: Pairs of a parameter and its gradient, which may be flat.
             options: The current hyperparameters of each group.
         """
         for group, values in zip(self.optimizer.param_groups, options, strict=True):
@@ -119,7 +122,8 @@ class FusedOptimizer:
         self._step(gradients)
 
     def _step(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        for parameter, gradient in gradients:
+        for parameter, flat in gradients:
+            gradient = flat.view_as(parameter)
             # The server uses the gradient's memory again. An optimizer of an unknown class may keep or change it.
             parameter.grad = gradient if self._is_elementwise else gradient.clone()
         self.optimizer.step()
@@ -145,3 +149,61 @@ def restored_option(option: Any) -> Any:
             return DTYPES[dtype]
         case _:
             return option
+
+
+def check_options(options: Any, groups: Sequence[Group]) -> Options:
+    """Check the hyperparameters in a message, and return them.
+
+    Args:
+        options: Contents of the message, which may be anything that JSON can represent.
+        groups: The run's parameter groups.
+
+    Raises:
+        InvalidMessageError: The hyperparameters' names or types differ from those in the parameter groups.
+    """
+    if not _can_replace(options, [group.options for group in groups]):
+        raise InvalidMessageError("the hyperparameters do not fit the run's parameter groups")
+    checked: Options = options
+    return checked
+
+
+def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
+    """Check a worker's hyperparameters before they are sent.
+
+    Servers drop messages with invalid hyperparameters. Without this check, the worker would wait forever for the step.
+
+    Args:
+        options: The hyperparameters of each parameter group by name.
+        groups: The parameter groups, with the hyperparameters at the start of the run.
+        step: Number of the step, for the error message.
+
+    Raises:
+        ConfigurationError: The type of a hyperparameter has changed since the start of the run, or a hyperparameter is
+            not finite.
+    """
+    for number, (values, group) in enumerate(zip(options, groups, strict=True)):
+        for name, first in group.options.items():
+            option = list(values[name]) if isinstance(values[name], tuple) else values[name]
+            if not _can_replace(option, first):
+                raise ConfigurationError(
+                    f"step {step}: the servers cannot use {name}={values[name]} in parameter group {number} (at the "
+                    f"start: {first}), because a hyperparameter keeps its type, and numbers must be finite: check the "
+                    f"schedule of {name}, or use `mode: local` or strategy ddp if the optimizer's own step changes it"
+                )
+
+
+def _can_replace(value: Any, first: Any) -> bool:
+    """Return whether a hyperparameter may change from its first value to another value.
+
+    Numbers may change to other finite numbers. Lists must keep their length, and dictionaries must keep their keys.
+    Entries of lists and dictionaries may change by the same rules. Other values, such as strings, must not change.
+    """
+    if isinstance(first, dict):
+        if not isinstance(value, dict) or value.keys() != first.keys():
+            return False
+        return all(_can_replace(value[name], first[name]) for name in first)
+    if isinstance(first, list | tuple):
+        return isinstance(value, list) and len(value) == len(first) and all(map(_can_replace, value, first))
+    if isinstance(first, bool | str) or first is None:
+        return bool(value == first)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_OPTION

@@ -3,7 +3,7 @@
 import json
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_names
-from cnnstrategies.paramserver.messages import InvalidMessageError
 
 Options = list[dict[str, Any]]  # For each parameter group: values of the hyperparameters by name.
 Mode = Literal["sync", "async", "ssp", "local"]
@@ -376,64 +375,3 @@ def _plain(name: str, value: Any, keeps_tensors: bool = False) -> Any:
         f"the optimizer's hyperparameter {name}={value!r} cannot be sent to the servers: use a number, a string, a "
         "dtype or a list of these"
     )
-
-
-LARGEST_OPTION = 1e30
-
-
-def check_options(options: Any, groups: Sequence[Group]) -> Options:
-    """Check the hyperparameters in a message, and return them.
-
-    Args:
-        options: Contents of the message, which may be anything that JSON can represent.
-        groups: The run's parameter groups.
-
-    Raises:
-        InvalidMessageError: The hyperparameters' names or types differ from those in the parameter groups.
-    """
-    if not _can_replace(options, [group.options for group in groups]):
-        raise InvalidMessageError("the hyperparameters do not fit the run's parameter groups")
-    checked: Options = options
-    return checked
-
-
-def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
-    """Check a worker's hyperparameters before they are sent.
-
-    Servers drop messages with invalid hyperparameters. Without this check, the worker would wait forever for the step.
-
-    Args:
-        options: The hyperparameters of each parameter group by name.
-        groups: The parameter groups, with the hyperparameters at the start of the run.
-        step: Number of the step, for the error message.
-
-    Raises:
-        ConfigurationError: The type of a hyperparameter has changed since the start of the run, or a hyperparameter is
-            not finite.
-    """
-    for number, (values, group) in enumerate(zip(options, groups, strict=True)):
-        for name, first in group.options.items():
-            option = list(values[name]) if isinstance(values[name], tuple) else values[name]
-            if not _can_replace(option, first):
-                raise ConfigurationError(
-                    f"step {step}: the servers cannot use {name}={values[name]} in parameter group {number} (at the "
-                    f"start: {first}), because a hyperparameter keeps its type, and numbers must be finite: check the "
-                    f"schedule of {name}, or use `mode: local` or strategy ddp if the optimizer's own step changes it"
-                )
-
-
-def _can_replace(value: Any, first: Any) -> bool:
-    """Return whether a hyperparameter may change from its first value to another value.
-
-    Numbers may change to other finite numbers. Lists must keep their length, and dictionaries must keep their keys.
-    Entries of lists and dictionaries may change by the same rules. Other values, such as strings, must not change.
-    """
-    if isinstance(first, dict):
-        if not isinstance(value, dict) or value.keys() != first.keys():
-            return False
-        return all(_can_replace(value[name], first[name]) for name in first)
-    if isinstance(first, list | tuple):
-        return isinstance(value, list) and len(value) == len(first) and all(map(_can_replace, value, first))
-    if isinstance(first, bool | str) or first is None:
-        return bool(value == first)
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_OPTION

@@ -13,8 +13,9 @@ from mutants.faulty import removes, replaces
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.optimizer_trial import mixes_parameters
 from cnnstrategies.paramserver.messages import Kind
-from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
+from cnnstrategies.paramserver.server.asynchronous import StaleClock
 from cnnstrategies.paramserver.server.copies import Copies
+from cnnstrategies.paramserver.server.decision import SyncClock
 from cnnstrategies.paramserver.server.pushes import Backlog
 from cnnstrategies.paramserver.server.senders import Senders
 from cnnstrategies.paramserver.server.server import Server

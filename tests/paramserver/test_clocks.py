@@ -2,8 +2,8 @@
 
 import pytest
 
-from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS, RollCall, StaleClock, SyncClock
-from cnnstrategies.paramserver.server.decision import Reports
+from cnnstrategies.paramserver.server.asynchronous import StaleClock
+from cnnstrategies.paramserver.server.decision import PATIENCE_SECONDS, Reports, RollCall, SyncClock
 
 pytestmark = pytest.mark.light
 

@@ -6,7 +6,7 @@ from control_world import Answer, Run, in_epoch
 from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
 from cnnstrategies.paramserver.coordinator.status import PLACE
 from cnnstrategies.paramserver.core.node import Peer
-from cnnstrategies.paramserver.server.clocks import StaleClock
+from cnnstrategies.paramserver.server.asynchronous import StaleClock
 
 pytestmark = pytest.mark.light
 

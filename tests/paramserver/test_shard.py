@@ -12,8 +12,7 @@ from training import specify
 from cnnstrategies.paramserver.compression import BF16, FP16, OneBit, TopK, as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import NO_STEP, SERVER, Encoding, Header, Kind, Parcel, pack_json, pack_keys
-from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS
-from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.decision import PATIENCE_SECONDS, Decision
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 

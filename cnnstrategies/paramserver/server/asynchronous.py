@@ -5,7 +5,7 @@ from collections.abc import Collection
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
-from cnnstrategies.paramserver.server.clocks import RollCall, StaleClock
+from cnnstrategies.paramserver.server.decision import RollCall
 from cnnstrategies.paramserver.server.pushes import Begin
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.store import MemberKey, check_absent
@@ -184,3 +184,85 @@ class Asynchronous:
             if self.clock.may_start(pull.request):
                 del self._held[worker]
                 self._shard.pull(worker, keys, pull)
+
+
+class StaleClock:
+    """Clock of workers that make steps independently, in mode async or ssp.
+
+    The clock of a worker is the number of steps that the worker has finished. Mode ssp is the "stale synchronous
+    parallel" method (Ho et al., NeurIPS 2013).
+
+    Args:
+        staleness: Number of steps that a worker may be ahead of the slowest worker; None for no limit.
+        expected: Number of workers at the start of the run.
+    """
+
+    def __init__(self, staleness: int | None, expected: int = 0) -> None:
+        self._staleness = staleness
+        self._expected = expected
+        self._seen: set[int] = set()
+        self._last = 0
+        self._clocks: dict[int, int] = {}
+
+    @property
+    def known(self) -> frozenset[int]:
+        """Ids of all workers that have joined, and have neither left nor died."""
+        return frozenset(self._clocks)
+
+    @property
+    def expects(self) -> bool:
+        """Whether this clock still expects a worker that has not joined yet.
+
+        A worker that has left or died is no longer expected.
+        """
+        return len(self._seen) < self._expected
+
+    @property
+    def slowest(self) -> int:
+        """Number of steps that the slowest worker has finished; 0 until all expected workers have joined or died.
+
+        If all workers are gone, this is the largest number of steps that a worker had finished.
+        """
+        if self.expects:
+            return 0
+        return min(self._clocks.values(), default=self._last)
+
+    def join(self, worker: int, clock: int | None = None) -> int:
+        """Add a worker. If the worker has already joined and its clock is below `clock`, set its clock to `clock`.
+
+        Args:
+            worker: Id of the worker.
+            clock: Number of steps that the worker has finished; None to give a new worker the slowest worker's clock.
+
+        Returns the worker's clock.
+        """
+        if clock:
+            # The worker has finished steps, so the run has begun. This server may replace another server. It then never
+            # receives messages from workers that left before it started, so it stops waiting for expected workers.
+            self._expected = 0
+        if worker not in self._clocks:
+            self._clocks[worker] = self.slowest if clock is None else clock
+            self._note(worker)
+        elif clock is not None:
+            self.finished(worker, clock)
+        return self._clocks[worker]
+
+    def finished(self, worker: int, clock: int) -> None:
+        """Record that a worker has finished `clock` steps. A lower number than the recorded one has no effect."""
+        if worker in self._clocks:
+            self._clocks[worker] = max(clock, self._clocks[worker])
+
+    def leave(self, worker: int) -> None:
+        """Remove a worker that has left or died. If it has not joined yet, it is no longer expected."""
+        self._note(worker)
+        clock = self._clocks.pop(worker, None)
+        if clock is not None:
+            self._last = max(self._last, clock)
+
+    def _note(self, worker: int) -> None:
+        if worker < self._expected:  # Joiners have higher ids, and must not count as expected workers.
+            self._seen.add(worker)
+
+    def may_start(self, clock: int) -> bool:
+        """Return whether a worker that has finished `clock` steps may begin its next step."""
+        return self._staleness is None or clock - self.slowest <= self._staleness

@@ -1,13 +1,23 @@
-"""Agreement of the servers on a common step: the servers' reports to the leader, and the leader's decision."""
+"""Agreement of the servers on a common step: the clock, the servers' reports to the leader, and the leader's decision.
 
-from collections.abc import Collection, Set
+The clock knows how many workers to expect at the start of the run. No worker may go on until all these workers have
+joined or died. A server that starts late begins a roll call, because it does not know the workers' steps.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.messages import InvalidMessageError
+from cnnstrategies.paramserver.optimizers import check_options
 from cnnstrategies.paramserver.server.store import MemberKey
-from cnnstrategies.paramserver.specification import Options, Specification, check_options
+from cnnstrategies.paramserver.specification import Options, Specification
+
+# Longest time, in seconds, that a roll call waits for the workers to report their steps. Without this limit, a roll
+# call would wait forever for a worker that has left.
+PATIENCE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -112,3 +122,176 @@ class Reports:
             entry: servers for entry, servers in self._servers_by_entry.items() if entry[0] >= step
         }
         self._complete = {key: workers for key, workers in self._complete.items() if key >= step}
+
+
+class SyncClock:
+    """Clock of steps that all workers make together.
+
+    Args:
+        expected: Number of nodes at the start of the run. If each worker pushes its own gradients, every worker counts
+            as a node.
+        per_node: Number of workers of each node. If this number is above 1, one worker of a node pushes for the whole
+            node. The node has joined once any of its workers has joined, and is gone once all its workers are gone.
+
+    Attributes:
+        step: The current step: the first step about which the leader has not made a decision.
+        members: Ids of the workers that take part in the current step.
+    """
+
+    def __init__(self, expected: int, per_node: int = 1) -> None:
+        self.step = 0
+        self.members: frozenset[int] = frozenset()
+        self._expected = expected
+        self._per_node = per_node
+        self._first: dict[int, int] = {}
+        self._gone: set[int] = set()
+
+    @property
+    def known(self) -> frozenset[int]:
+        """Ids of all workers that have joined, and have neither left nor died."""
+        return frozenset(self._first)
+
+    def _count(self) -> None:
+        self.members = frozenset(worker for worker, first in self._first.items() if first <= self.step)
+
+    def join(self, worker: int, first: int | None = None) -> int:
+        """Add a worker. A second call with the same arguments has no effect.
+
+        Args:
+            worker: Id of the worker.
+            first: The first step in which the worker takes part; None for the current step.
+
+        Returns the step with which the worker begins.
+        """
+        if worker not in self._first or (first is not None and first > self._first[worker]):
+            self._first[worker] = self.step if first is None else first
+            self._count()
+        return max(self._first[worker], self.step)
+
+    def all_after(self, step: int) -> bool:
+        """Return whether all workers begin with steps after `step`, so that no worker takes part in `step`."""
+        return all(first > step for first in self._first.values())
+
+    def any_after(self, step: int) -> bool:
+        """Return whether at least one worker begins with a step after `step`."""
+        return any(first > step for first in self._first.values())
+
+    def leave(self, worker: int) -> None:
+        """Remove a worker that has left or died. The decision about the first step no longer waits for this worker."""
+        self._gone.add(worker)
+        self._first.pop(worker, None)
+        self._count()
+
+    def ready(self, complete: Collection[int]) -> frozenset[int] | None:
+        """Return the ids of the current step's members, if the step can be decided. Return None otherwise.
+
+        The step can be decided once the pushes of all its members are complete. The first step also waits until all
+        expected nodes have joined or died.
+
+        Args:
+            complete: Ids of the workers whose pushes of the current step are complete.
+        """
+        members = self.members
+        # This method is called for each vote. Most calls return after this cheap check, so it comes first.
+        if not members or len(complete) < len(members):
+            return None
+        return members if (self.step > 0 or self._all_have_joined) and members.issubset(complete) else None
+
+    @property
+    def _all_have_joined(self) -> bool:
+        gone = Counter(worker // self._per_node for worker in self._gone)
+        nodes = {worker // self._per_node for worker in self._first}
+        nodes |= {node for node, workers in gone.items() if workers == self._per_node}
+        return len(nodes) >= self._expected
+
+    def decide(self, step: int) -> None:
+        """Record the leader's decision about a step. The step after it becomes the current step.
+
+        If the current step is already later, nothing changes.
+        """
+        if step >= self.step:
+            self.step = step + 1
+            self._count()
+
+
+class RollCall:
+    """A server's wait until every worker has reported its step.
+
+    A server that starts late does not know the workers' steps, so it cannot tell which workers may go on.
+
+    Args:
+        expected: Number of workers at the start of the run.
+
+    Attributes:
+        incarnations: By worker id: incarnation of the worker in the current view.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        self.incarnations: Mapping[int, int] = {}
+        self._expected = expected
+        self._absent: set[int] = set()
+        self._until: float | None = None
+
+    def call(self, workers: Collection[int]) -> None:
+        """Begin a roll call: wait until each of these workers has reported its step. An earlier roll call is dropped.
+
+        Args:
+            workers: Ids of the workers.
+        """
+        self._absent = set(workers)
+        self._until = None
+
+    def follow(self, incarnations: Mapping[int, int]) -> list[int]:
+        """Act on a new view. Return the ids of the workers that have left or died, or were replaced by a new process.
+
+        Args:
+            incarnations: By worker id: incarnation of the worker in the new view.
+        """
+        gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
+        # An expected worker that is missing in the first view with workers died before training began. The id of such a
+        # worker is also returned, so that the clock does not wait for the worker.
+        if incarnations:
+            gone += set(range(self._expected)) - incarnations.keys()
+            self._expected = 0
+        self.incarnations = incarnations
+        self._absent &= incarnations.keys()
+        return gone
+
+    def note_position(self, worker: int) -> None:
+        """Record a worker's reply: its step, or the report that the worker does not take part in steps."""
+        self._absent.discard(worker)
+
+    def expire(self, now: float) -> bool:
+        """End the roll call if a worker has not reported within `PATIENCE_SECONDS`.
+
+        The waiting time begins with the first call of this method after :meth:`call`.
+
+        Args:
+            now: The current time, in seconds.
+
+        Returns whether this call has ended the roll call.
+        """
+        if not self._absent:
+            return False
+        if self._until is None:
+            self._until = now + PATIENCE_SECONDS
+        if now < self._until:
+            return False
+        self._absent.clear()
+        return True
+
+    def extend(self, seconds: float) -> None:
+        """Give the workers more time to report, because they may have been stopped together with this process.
+
+        This happens, for example, if the machine was suspended.
+
+        Args:
+            seconds: Time for which this process was stopped.
+        """
+        if self._until is not None:
+            self._until += seconds
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers have reported their steps, or the time for their reports is over."""
+        return not self._absent

@@ -25,6 +25,7 @@ from cnnstrategies.paramserver.messages import (
     unpack_json,
     unpack_keys,
 )
+from cnnstrategies.paramserver.optimizers import check_options
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.pushes import Begin
@@ -32,7 +33,7 @@ from cnnstrategies.paramserver.server.senders import PING_SECONDS, Outbox, Sende
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.store import MemberKey, Store
 from cnnstrategies.paramserver.server.synchronous import Synchronous
-from cnnstrategies.paramserver.specification import Options, Specification, check_options
+from cnnstrategies.paramserver.specification import Options, Specification
 
 # If more seconds than this pass between two calls of a server's methods, the server's process was stopped meanwhile.
 STOPPED_SECONDS = 1.0

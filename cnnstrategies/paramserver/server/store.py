@@ -334,7 +334,7 @@ class Store:
         """
         self.versions[key] += 1
         if update is not None:
-            parts = zip(self._parts[key], self.slices[key].views(update), strict=True)
+            parts = zip(self._parts[key], update.view(-1).split_with_sizes(self.slices[key].sizes), strict=True)
             gradients = [pair for index, pair in enumerate(parts) if not absent >> index & 1]
             self._optimizers[key].step(gradients, [options[self._group[key]]])
 
@@ -353,7 +353,7 @@ class Store:
             self.versions[key] += 1
         # Each parameter is a slice, so a parameter without a gradient has no update.
         pairs = [(key, update) for key, (update, _) in updates.items() if update is not None]
-        self._joint.step([(self._parts[key][0], self.slices[key].views(u)[0]) for key, u in pairs], options)
+        self._joint.step([(self._parts[key][0], update) for key, update in pairs], options)
 
     def state(self, key: int) -> SliceState:
         """Return the optimizer's state for each part of a slice, in the order of the parts."""

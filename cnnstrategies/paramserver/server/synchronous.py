@@ -19,8 +19,7 @@ from dataclasses import replace
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind, OutdatedMessageError
-from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
-from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports
+from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports, RollCall, SyncClock
 from cnnstrategies.paramserver.server.pushes import Backlog, Begin, Updater
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.shard import Shard

@@ -65,6 +65,7 @@ class Connections:
         self.sequence = 0
         self.parcels: list[Parcel] = []
         self._specification = specification
+        self._patience = specification.patience
         self._slices = slices
         self._id = id
         self._incarnation = incarnation
@@ -281,7 +282,7 @@ class Connections:
         Raises:
             ServersUnreachableError: A server is silent, or slices are lost.
         """
-        limit = self._specification.patience
+        limit = self._patience
         dead = [server for server in self._servers if now - self._heard.setdefault(server, now) > limit]
         if dead:
             names = ", ".join(f"{server} ({self._servers[server].endpoint})" for server in dead)

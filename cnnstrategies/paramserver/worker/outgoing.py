@@ -10,8 +10,9 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import Encoder, PayloadCompression, payload_compression
 from cnnstrategies.paramserver.messages import Encoding, Kind
+from cnnstrategies.paramserver.optimizers import check_before_sending
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
-from cnnstrategies.paramserver.specification import PushCompression, Specification, check_before_sending
+from cnnstrategies.paramserver.specification import PushCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections, Counters
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
@@ -51,6 +52,9 @@ class Outgoing:
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(specification.parameters))
         self._encoders = [Encoder(specification.compression, specification.topk_density) for _ in slices]
+        # In common steps the servers clip the mean gradient; otherwise each worker clips its own gradients.
+        self._clip_norm = None if specification.aggregates else specification.clip_norm
+        self._clip_value = None if specification.aggregates else specification.clip_value
         self._connections = connections
         self._counters = counters
         self._began_with = began_with
@@ -116,12 +120,11 @@ class Outgoing:
             # The servers subtract a gradient from the values, so the difference is the old value minus the new value.
             # The difference must be a new tensor: pulled values may overwrite `_began_with` before the message is sent.
             flat = self._began_with[index].view(-1) - flat
-        if not self._specification.aggregates:
-            if self._specification.clip_norm is not None:
-                self._unclipped[index] = flat
-                return
-            if self._specification.clip_value is not None:
-                flat = flat.clamp(-self._specification.clip_value, self._specification.clip_value)
+        if self._clip_norm is not None:
+            self._unclipped[index] = flat
+            return
+        if self._clip_value is not None:
+            flat = flat.clamp(-self._clip_value, self._clip_value)
         self._encode(index, flat)
 
     def finish(self) -> None:
@@ -132,8 +135,8 @@ class Outgoing:
         if self._unclipped:
             gradients = list(self._unclipped.values())
             norm = torch.nn.utils.get_total_norm(gradients)
-            assert self._specification.clip_norm is not None
-            factor = torch.clamp(self._specification.clip_norm / (norm + 1e-6), max=1.0)
+            assert self._clip_norm is not None
+            factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
             for index, gradient in self._unclipped.items():
                 self._encode(index, gradient * factor)
             self._unclipped.clear()
@@ -182,7 +185,7 @@ class Outgoing:
                     del self._filling[key]
                 continue
             (part,) = slice_.parts
-            self._encode_slice(key, flat if part.numel == flat.numel() else flat[part.start : part.stop])
+            self._encode_slice(key, flat if slice_.numel == flat.numel() else flat[part.start : part.stop])
 
     def _encode_slice(self, key: int, values: Tensor, absent: int = 0) -> None:
         encoder = self._encoders[key]
