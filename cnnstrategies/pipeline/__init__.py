@@ -27,8 +27,7 @@ Files for the user's own program:
   then all backwards), `interleaved_batch` (1F1B), `stage_runner` and `replicas` (this rank's part), `batch_rows`,
   `part_gradients`, `call_sums` and `early_sums` (sums over the replicas), `second_forward`, `recomputed_forward` and
   `repeated_forward` (recomputation with stages and without them, and its checks),
-  `double_backward`, `random_draws`, `ready_order` (of gradient hooks), `known_forms` (what ranks remember of calls),
-  `disk_memory`.
+  `double_backward`, `random_draws`, `ready_order` (of gradient hooks), `known_forms` (what ranks remember of calls).
 - Values that forwards store: `stored_terms` (all calls), `stored_watch`, `module_states`, `watched`, `noted_contents`,
   `outside_variables` and `noted_state` (find and undo them), `storing_code` (who may store), `saved_copies`,
   `first_forward` (parameters that are set), `microbatch_terms`, `term_rules`, `combining`, `batch_terms` and

@@ -14,7 +14,7 @@ The package needs only torch, so a script without Lightning can use it. ::
 
 The files are: `layout` (which rank has which rows), `link` (messages between ranks), `parts` (rows are fetched from
 other ranks, and values for them are given back), `requested_rows` (rows that other ranks are sending), `rows_tensor`
-(the tensor), `runner` (operations), `copied_views` (parts across rows, which are views on one device), `rules` (the
+(the tensor), `runner` (operations, and parts across rows, which are views on one device), `rules` (the
 table of rules), `edges` (rows of a convolution that need other ranks' rows), `gradient_sums` (gradients of parameters
 are summed together), and the rules themselves: `convolutions`, `draws`, `losses`, `matrices`, `norms`, `pointwise`,
 `pooling`, `reductions`, `resampling` and `views`.

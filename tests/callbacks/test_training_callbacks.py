@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import picture_drawing, pictures, summary
-from cnnstrategies.callbacks.picture_logs import log_pictures
+from cnnstrategies.callbacks.pictures import log_pictures
 from cnnstrategies.callbacks.summary import draw_curves, memory_in_words
 from cnnstrategies.data import DigitsDataModule
 

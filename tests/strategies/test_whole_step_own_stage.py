@@ -16,8 +16,8 @@ from test_own_stage import AnotherEachTime, Module, OnMeta, OnMetaAtOnce, assert
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline import disk_memory
 from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline import placed_module
 
 
 class Teacher(Module):
@@ -89,7 +89,7 @@ def programs(folder: Path, replicas: list[int], has_teacher: bool) -> list[Any]:
     torch.manual_seed(7)
     if has_teacher:
         return [fit(Teacher(), replicas, 1, f"{folder}/{replicas}")]
-    disk_memory.SMALL = 64  # So that parts of checkpoints are received in files.
+    placed_module.SMALL = 64  # So that parts of checkpoints are received in files.
     first = fit_and_validate(Module(True), replicas, f"{folder}/{replicas}")
     return [first, fit(Module(True), replicas, 2, f"{folder}/on {replicas}", f"{folder}/start/last.ckpt")]
 

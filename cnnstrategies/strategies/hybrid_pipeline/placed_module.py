@@ -1,5 +1,8 @@
 """Give the parameters and buffers of a module their places, and bring values back for checkpoints and at the end."""
 
+import mmap
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
@@ -11,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.dlpack import from_dlpack
 
-from cnnstrategies.pipeline.disk_memory import memory_on_disk
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.network_copies import adopt_copies
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.placed import ForeignTensor, Places
@@ -20,6 +23,8 @@ from cnnstrategies.placed.placing import place_tensors
 from cnnstrategies.strategies.hybrid_pipeline.network import DividedForward, tensors_of
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import give_values, put_on_meta, stage_tensors
 from cnnstrategies.strategies.without_ddp import check_optimizer_states
+
+SMALL = 1 << 20  # Smaller numbers of bytes are not worth a file.
 
 T = TypeVar("T")
 
@@ -205,3 +210,29 @@ class PlacedModule:
 
         with self.places.local():
             return tree_map(unmarked, value)
+
+
+def memory_on_disk(size: int) -> Tensor:
+    """Return bytes of a temporary file, which the system writes to the disk and drops when memory is short.
+
+    Args:
+        size: Number of bytes.
+
+    Returns:
+        A tensor of the dtype uint8 (size,). A tensor with few bytes is in memory.
+
+    Raises:
+        ConfigurationError: The directory for temporary files does not have room for the bytes.
+    """
+    if size < SMALL:
+        return torch.empty(size, dtype=torch.uint8)
+    with tempfile.TemporaryFile() as file:
+        try:
+            # Without this call, the process would end at the first write that has no room.
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{tempfile.gettempdir()} has no room for {size} bytes of another stage, which a checkpoint needs: "
+                f"{error.strerror}; set TMPDIR to a directory on a larger disk"
+            ) from error
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
