@@ -29,6 +29,7 @@ sys.path += [str(Path(__file__).parents[1] / "pipeline"), str(Path(__file__).par
 import data_faults  # noqa: F401  # These modules register their faults.
 import hardware_faults  # noqa: F401
 import rank_faults  # noqa: F401
+import reduction_faults  # noqa: F401
 import torch
 import training_faults  # noqa: F401
 from answers import TOOLS, Answer, is_found, is_near

@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "guard"))
 import data_faults  # noqa: F401  # These modules register their faults.
 import hardware_faults  # noqa: F401
 import rank_faults  # noqa: F401
+import reduction_faults  # noqa: F401
 import training_faults  # noqa: F401
 from answers import TOOLS, Answer, is_found, is_near
 from programs import FAULTS, Fault, Net, flip, program
