@@ -1,5 +1,6 @@
-"""Trainings that look unusual by design, in which the guard must find nothing."""
+"""Trainings that look unusual by design, in which the guard must find nothing. The package's tests run some of them."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -86,6 +87,65 @@ class Gan(Net):
         self.manual_backward(loss)
         optimizer.step()
         self.untoggle_optimizer(optimizer)
+
+
+class Adversaries(Net):
+    """Two parts of a network that train in each step, each with an optimizer, while the other part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        """An optimizer for the features, and one for the classifier."""
+        return [Adam(self.net[:8].parameters(), 0.01), Adam(self.net[8:].parameters(), 0.01)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Train both parts."""
+        parts = self.net[:8], self.net[8:]
+        for optimizer, part, other in zip(self.optimizers(), parts, parts[::-1], strict=True):
+            part.requires_grad_(True).train()
+            other.requires_grad_(False).eval()
+            loss = self.loss(self(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+class Averaged(Net):
+    """Network with a moving average of its last layer, which no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.net.head).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Update the average."""
+        for mean, value in zip(self.average.parameters(), self.net.head.parameters(), strict=True):
+            mean.lerp_(value.detach(), 0.1)
+
+
+class Freezes(Net):
+    """Network whose first layers are frozen in evaluation mode in the second and the third epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Freeze or unfreeze the layers."""
+        if self.current_epoch in (1, 3):
+            self.net[:3].requires_grad_(self.current_epoch == 3).train(self.current_epoch == 3)
+
+
+class WarmsUp(Net):
+    """Network that sets its learning rate itself in the first 30 steps, and leaves it to a schedule afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule=lambda optimizer: LambdaLR(optimizer, lambda step: 1.0))
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Make a step, and set the rate of the next one."""
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 30:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.05 * self.trainer.global_step / 30
 
 
 class Penalised(Net):
@@ -190,9 +250,15 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "an average of weights (EMAWeightAveraging)": lambda: with_callback(EMAWeightAveraging()),
     "an average of weights (StochasticWeightAveraging)": lambda: with_callback(StochasticWeightAveraging(0.05, 2)),
     "two networks that train in turns": partial(program, "ddp_find_unused_parameters_true", Gan),
+    "two parts that train against each other": partial(program, "ddp_find_unused_parameters_true", Adversaries),
+    "an average of weights in the module": partial(program, module=Averaged),
+    "layers frozen for two epochs": partial(program, "ddp_find_unused_parameters_true", Freezes),
+    "a warm-up in the module": partial(program, module=WarmsUp),
     "a cyclic learning rate": partial(program, schedule=lambda opt: CyclicLR(opt, 0.0, 0.1, 7, mode="triangular2")),
     "a learning rate in one cycle": partial(program, schedule=lambda opt: OneCycleLR(opt, 0.1, 60)),
-    "a learning rate with warm restarts": partial(program, schedule=lambda opt: CosineAnnealingWarmRestarts(opt, 9)),
+    "a learning rate with warm restarts": partial(
+        program, schedule=lambda opt: CosineAnnealingWarmRestarts(opt, 40, eta_min=0.0005)
+    ),
     "a warm-up from 0, and an end at 0": partial(program, schedule=warm_up),
     "a learning rate that rises by a factor of 10": partial(
         program, schedule=lambda opt: LambdaLR(opt, lambda step: 1.0 if step > 30 else 0.1)
@@ -210,7 +276,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "gradients set to zeros": partial(program, module=KeepsZeros),
     "two batches again and again (overfit_batches)": lambda: with_options(program(), overfit_batches=2),
 }
-STEPS = {"large penalties in each sixteenth step": 400} | dict.fromkeys(NETWORKS, 25)  # Other programs make 60.
+# Losses and gradients are compared with their history after 200 steps. Other programs make 60 steps.
+STEPS = {"large penalties in each sixteenth step": 300, "a learning rate with warm restarts": 300}
+STEPS |= dict.fromkeys(NETWORKS, 25)
 
 
 def cases() -> Iterator[tuple[str, str, Callable[[], Program]]]:

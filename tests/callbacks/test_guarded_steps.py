@@ -58,23 +58,6 @@ class Still(Scheduled):
         return float(-step // 1)
 
 
-class ByHand(Small):
-    """Training that accumulates the gradients of three batches by its hooks, and validates with dropout."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 3 == 0:
-            optimizer.zero_grad()
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if batch_idx % 3 == 2:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
-
-    def on_validation_start(self) -> None:
-        self.head[0].train()
-
-
 class Slow(Small):
     """Training with small updates."""
 
@@ -97,7 +80,6 @@ def checks(ranks: list[list[Any]]) -> set[tuple[str, str]]:
 def test_steps_that_are_made_in_a_wrong_way(tmp_path: Path) -> None:
     options: dict[str, Any] = {"gradient_clip_val": 0.01, "val_check_interval": 10}
     assert checks(train(tmp_path / "sound", Scheduled, **options)) == set()
-    assert checks(train(tmp_path / "by_hand", ByHand, val_check_interval=9)) == set()
     assert checks(train(tmp_path / "wrong", Wrong, **options)) == {
         ("calls", "gradients"),
         ("calls", "the norm of gradients"),
