@@ -55,7 +55,7 @@ def test_a_failing_seed_is_explained_by_few_faults(monkeypatch: pytest.MonkeyPat
     seed, outcome = next((seed, candidate) for seed in range(SEEDS) if (candidate := plane(seed)).violation)
     text, _, lines = explain(seed, outcome, plane).partition("\n(of ")
     (trace,) = traces.read(text)
-    assert trace.title.startswith(f"seed {seed}: 17: ")
+    assert trace.title.startswith(f"seed {seed}: 13: ")
     assert 1 <= len(trace.timed) + len(trace.cues) < int(lines.partition(" ")[0])
     assert "coordinator 0 starts" in lines
     assert f"seed {seed}: {play(trace).violation}" == trace.title, "the printed trace violates the same invariant"

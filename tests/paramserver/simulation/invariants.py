@@ -1,4 +1,4 @@
-"""Invariants of every simulated run of the coordinator, with the numbers of the design's list."""
+"""Invariants of every simulated run of the coordinator, with the numbers of :data:`~simulation.rules.RULES`."""
 
 from itertools import pairwise
 
@@ -73,13 +73,13 @@ class Invariants:
         view, text = View.from_dict(description), str(description)
         for worker in () if view.number in self._views else view.workers:
             if worker.incarnation < self._incarnations.get(worker.id, 0):
-                raise ViolationError(f"11: worker {worker.id} is again at incarnation {worker.incarnation} in {text}")
+                raise ViolationError(9, f"worker {worker.id} is again at incarnation {worker.incarnation} in {text}")
             self._incarnations[worker.id] = worker.incarnation
         if self._views.setdefault(view.number, text) != text:
-            raise ViolationError(f"11: view {view.number} is {text}, and was {self._views[view.number]}")
+            raise ViolationError(9, f"view {view.number} is {text}, and was {self._views[view.number]}")
         for server in filter(self._has_seen_itself, view.servers):
             if self._since.setdefault(server.endpoint, server.since) != server.since:
-                raise ViolationError(f"11: server {server.id} goes on, but counts as a new server in {text}")
+                raise ViolationError(9, f"server {server.id} goes on, but counts as a new server in {text}")
         if view.workers and self._sealed_at is None:
             self._sealed_at = self._world.now
         servers = {server.id: server.since for server in view.servers}
@@ -99,7 +99,7 @@ class Invariants:
             if member.peer.role == SERVER and process.peer == member.peer and isinstance(process.role, Participant):
                 seen = process.role.seen
                 if seen < view:
-                    raise ViolationError(f"10: {process} has seen view {seen}, and workers begin with {view}")
+                    raise ViolationError(8, f"{process} has seen view {seen}, and workers begin with {view}")
 
     def _stepped(self, process: Process) -> None:
         if process.peer.role == "coordinator":
@@ -120,9 +120,9 @@ class Invariants:
         number = -1 if view is None else view.number
         known, begun = self._known.get(process.peer, (-1, 0))
         if number < known:
-            raise ViolationError(f"11: {process} goes back to view {number}")
+            raise ViolationError(9, f"{process} goes back to view {number}")
         if view is not None and begun not in (0, view.begun):
-            raise ViolationError(f"11: training begins for {process} with view {begun} and with {view.begun}")
+            raise ViolationError(9, f"training begins for {process} with view {begun} and with {view.begun}")
         self._known[process.peer] = number, 0 if view is None else view.begun
 
     def look(self) -> None:
@@ -130,7 +130,7 @@ class Invariants:
         since = max(self._world.progress, self._last_fault())
         if self._world.now - since > WITHIN * self._settings.timeout and self._unfinished():
             names = ", ".join(map(str, self._unfinished()))
-            raise ViolationError(f"17: nothing has happened for {self._world.now - since:.2f} s: {names}")
+            raise ViolationError(13, f"nothing has happened for {self._world.now - since:.2f} s: {names}")
         self._watch()
 
     def _watch(self) -> None:
@@ -138,7 +138,7 @@ class Invariants:
         for member in self._answer().fields["members"]:
             if member["figures"].get("step", member["incarnation"]) != member["incarnation"]:
                 raise ViolationError(
-                    f"18: {member['role']} {member['id']} is shown with the figures of another incarnation"
+                    14, f"{member['role']} {member['id']} is shown with the figures of another incarnation"
                 )
 
     def _answer(self) -> Message:
@@ -176,7 +176,7 @@ class Invariants:
         entries = self._toys.coordinator.answering.entries
         members = self._settings.workers + self._settings.servers + self._settings.max_joiners
         if entries > ENTRIES * members:
-            raise ViolationError(f"14: the coordinator keeps {entries} entries for {members} members")
+            raise ViolationError(12, f"the coordinator keeps {entries} entries for {members} members")
 
     def _check_results(self) -> None:
         for sequence, results in self._toys.log.results.items():
@@ -184,15 +184,15 @@ class Invariants:
                 incarnation = self._members[sequence].get(worker)
                 if incarnation is None or incarnation % MARKS != mark:
                     raise ViolationError(
-                        f"10: collective {sequence} has incarnation {mark} of worker {worker}, which was not a member"
+                        8, f"collective {sequence} has incarnation {mark} of worker {worker}, which was not a member"
                     )
             answers = {str(contents(result)) for result in results.values()}
             if len(answers) > 1:
-                raise ViolationError(f"12: collective {sequence} has the results {answers}")
+                raise ViolationError(10, f"collective {sequence} has the results {answers}")
             for peer, result in results.items():
                 mine = contents(result).get(peer.id)
                 if mine is None and not result.flag("joined"):
-                    raise ViolationError(f"12: {peer} is not in the result of its collective {sequence}")
+                    raise ViolationError(10, f"{peer} is not in the result of its collective {sequence}")
 
     def _check_ends(self) -> None:
         victims = self._victims() | self._ended_between_coordinators()
@@ -210,9 +210,9 @@ class Invariants:
             named = {*named, "was silent"} if "coordinator" in victims else named
             named = {*named, "did not appear"} if self._coordinator_was_unreachable() else named
             if not any(victim in ended.reason for victim in named):
-                raise ViolationError(f"17: {process} ends without naming a cause: {ended.reason}; victims: {victims}")
+                raise ViolationError(13, f"{process} ends without naming a cause: {ended.reason}; victims: {victims}")
             if not self._is_needed(process, victims):
-                raise ViolationError(f"17: {process} ends without need: {ended.reason}; victims: {victims}")
+                raise ViolationError(13, f"{process} ends without need: {ended.reason}; victims: {victims}")
 
     def _ended_between_coordinators(self) -> set[str]:
         """Return the processes that ended because a coordinator was killed again before all had heard from it."""
@@ -308,19 +308,19 @@ class Invariants:
         )
         hit |= {name for name, ended in ends if ended is not None and not ended.clean}
         for peer in log.idle:
-            raise ViolationError(f"13: {peer} was let in after a boundary and got nothing to do")
+            raise ViolationError(11, f"{peer} was let in after a boundary and got nothing to do")
         gone = log.joined - log.helped
         of_gone = {(epoch, sample) for epoch, sample, peer in log.processed if peer in gone}
         again = sorted(process for process in set(done) - of_gone if done.count(process) > 1)
         if again and not hit:
-            raise ViolationError(f"13: processed twice: {again}")
+            raise ViolationError(11, f"processed twice: {again}")
         # The samples of a worker that dies are given out again in this epoch or the next, possibly to another worker
         # that dies.
         lost = len(hit) + len(gone)
         complete = range(self._toys.plan.epochs - lost) if log.left else range(0)
         missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)
         if missing:
-            raise ViolationError(f"13: never processed: {sorted(missing)}")
+            raise ViolationError(11, f"never processed: {sorted(missing)}")
 
 
 def _name(role: str, identity: int) -> str:

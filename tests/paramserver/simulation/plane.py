@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from simulation.rules import RULES
 from simulation.traces import Cue
 from simulation.world import World
 
@@ -12,7 +13,16 @@ EVENTS = 100_000  # Largest number of events of a run. Few runs have a tenth of 
 
 
 class ViolationError(Exception):
-    """An invariant that does not hold."""
+    """An invariant that does not hold.
+
+    Args:
+        rule: Number of the invariant in :data:`~simulation.rules.RULES`.
+        text: What has happened.
+    """
+
+    def __init__(self, rule: int, text: str) -> None:
+        assert rule in RULES, f"{rule} is not the number of an invariant"
+        super().__init__(f"{rule}: {text}")
 
 
 class Checks(Protocol):
@@ -58,12 +68,12 @@ def play(world: World, start: Callable[[], None], checks: Checks, often: float) 
         start()
         while not checks.over and world.now < HORIZON and world.step():
             if world.events > EVENTS:
-                raise ViolationError(f"17: the run is not over after {world.events:,} events")
+                raise ViolationError(13, f"the run is not over after {world.events:,} events")
             if world.now - looked > often:
                 looked = world.now
                 checks.look()
         if not checks.over:
-            raise ViolationError(f"17: the run is not over after {world.now:.1f} s")
+            raise ViolationError(13, f"the run is not over after {world.now:.1f} s")
         checks.look()
         checks.check()
     except ViolationError as error:

@@ -122,7 +122,7 @@ class Toys:
             role = Journaled(coordinator, self._journal, incarnation > 0, most)
             coordinator = role.coordinator
         if incarnation and (differs := differing(self.coordinator, coordinator)):
-            raise ViolationError(f"20: the next coordinator differs from the killed coordinator: {differs}")
+            raise ViolationError(16, f"the next coordinator differs from the killed coordinator: {differs}")
         self.coordinator = coordinator
         self._world.spawn(Peer("coordinator", 0, incarnation), role)
 

@@ -1,4 +1,4 @@
-"""Invariants of the members in every simulated run of workers and servers, numbered as in the design."""
+"""Invariants of the members in every simulated run of workers and servers, numbered as in ``simulation.rules``."""
 
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.specification import Specification
@@ -36,7 +36,7 @@ class Checks:
             at = process.role.role.step
             gone = process.peer[:3] in self._members.gone
             if not gone and step - at > self._specification.staleness:
-                raise ViolationError(f"8: {worker} begins step {step}, worker {other} is at {at}")
+                raise ViolationError(7, f"{worker} begins step {step}, worker {other} is at {at}")
 
     @property
     def over(self) -> bool:
@@ -61,7 +61,7 @@ class Checks:
             stuck = [
                 str(process) for process in self._members.workers.values() if process.alive and process.ended is None
             ]
-            raise ViolationError(f"17: nothing has happened for {self._world.now - since:.1f} s: {', '.join(stuck)}")
+            raise ViolationError(13, f"nothing has happened for {self._world.now - since:.1f} s: {', '.join(stuck)}")
 
     def _last_fault(self) -> float:
         timed = [fault.at + fault.seconds * (fault.kind not in DEADLY) for fault in self._world.faults.timed]
@@ -84,10 +84,10 @@ class Checks:
         if name.partition(" (")[0] in victims or self._was_cut_off(name.partition(" (")[0], reason):
             return
         if not any(victim in reason for victim in victims):
-            raise ViolationError(f"17: {name} ends without naming a cause: {reason}; victims: {sorted(victims)}")
+            raise ViolationError(13, f"{name} ends without naming a cause: {reason}; victims: {sorted(victims)}")
         servers = [victim for victim in victims if victim.startswith("server")]
         if len(servers) < self._specification.replication and not self._was_silent(reason):
-            raise ViolationError(f"17: {name} ends without need: {reason}; victims: {sorted(victims)}")
+            raise ViolationError(13, f"{name} ends without need: {reason}; victims: {sorted(victims)}")
 
     def _was_cut_off(self, worker: str, reason: str) -> bool:
         """Whether the connection that a worker names broke again and again during the silence that it reports.
@@ -117,4 +117,4 @@ class Checks:
         for identity, process in self._members.servers.items():
             server = process.role.server
             if server.mode.entries > ENTRIES:
-                raise ViolationError(f"14: server {identity} keeps {server.mode.entries} entries")
+                raise ViolationError(12, f"server {identity} keeps {server.mode.entries} entries")

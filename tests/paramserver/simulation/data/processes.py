@@ -117,7 +117,7 @@ class SimulatedServer:
             else:
                 self._world.note(effect.text)
                 if "dropped a message" in effect.text:  # All members are correct here.
-                    raise ViolationError(f"20: {effect.text}")
+                    raise ViolationError(16, f"{effect.text}")
         if self.server.busy and not self._working:
             self._working = True
             done.append(Timer("work", now + self._slow + self._seconds(0.0, 0.002)))
@@ -184,7 +184,7 @@ class SimulatedWorker:
             step = role.step
             old = [slice_.key for slice_ in self._slices if self._arrived.get(slice_.key, -1) < step]
             if old and trained:
-                raise ViolationError(f"19: worker {self._peer.id} begins step {step} with older values of slices {old}")
+                raise ViolationError(15, f"worker {self._peer.id} begins step {step} with older values of slices {old}")
             if self._specification.pull_compression == "auto":  # Most choices are the same for all workers.
                 others = step % 4 > 0
                 changes = others == (self._seconds(0.0, 1.0) < 0.8)

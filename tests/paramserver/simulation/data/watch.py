@@ -1,4 +1,4 @@
-"""Invariants of the values in every simulated run of workers and servers, with the numbers of the design's list.
+"""Invariants of the values in every simulated run of workers and servers, numbered as in ``simulation.rules``.
 
 Each gradient is a token with a single element that is not zero. The element's position names the worker, and its value
 names the step and the worker's incarnation. So a mean gradient shows the gradients that it is made of.
@@ -83,11 +83,11 @@ class Watch:
         tokens = self._tokens(update, version)
         twice = tokens & before
         if twice:
-            raise ViolationError(f"2: slice {key} holds {sorted(twice)} twice from version {version + 1} on")
+            raise ViolationError(1, f"slice {key} holds {sorted(twice)} twice from version {version + 1} on")
         if self.aggregates and any(step != version for _, step, _ in tokens):
-            raise ViolationError(f"3: version {version + 1} of slice {key} is made of {sorted(tokens)}")
+            raise ViolationError(2, f"version {version + 1} of slice {key} is made of {sorted(tokens)}")
         if any(options[0]["lr"] != rate(step) for _, step, _ in tokens):
-            raise ViolationError(f"5: {sorted(tokens)} of slice {key} are applied with another step's learning rate")
+            raise ViolationError(4, f"{sorted(tokens)} of slice {key} are applied with another step's learning rate")
         return before | tokens, tokens
 
     def _tokens(self, update: Tensor | None, version: int) -> frozenset[Token]:
@@ -103,7 +103,7 @@ class Watch:
         """Check that a server has the optimizer's state that belongs to a content before it applies an update."""
         states = self._states.get(_content(key, value))
         if states is not None and _content(key, state) not in states:
-            raise ViolationError(f"18: version {version} of slice {key} has the optimizer's state of another")
+            raise ViolationError(14, f"version {version} of slice {key} has the optimizer's state of another")
 
     def became(self, key: int, value: Tensor, made_of: Any, state: Tensor | None) -> None:
         """Note a server's new content, and the optimizer's state that belongs to it."""
@@ -137,30 +137,30 @@ class Watch:
         tokens, last = self._made_of.get((key, content), (None, frozenset()))
         forgiven = header.step - 1 <= self._forgiven.get(key, -1)
         if self.aggregates and seen != content and not forgiven:
-            raise ViolationError(f"6: version {version} of slice {key} has two contents")
+            raise ViolationError(5, f"version {version} of slice {key} has two contents")
         if tokens is None:
             if not forgiven and version > 0:
-                raise ViolationError(f"5: version {version} of slice {key} at {worker} is not the result of an update")
+                raise ViolationError(4, f"version {version} of slice {key} at {worker} is not the result of an update")
             return
         missing = {token for token, at in self._answered.get(key, {}).items() if at < sent} - tokens
         # In modes without common steps a worker may receive old values if neither the worker nor the server knows yet
         # that the server was replaced.
         may_lag = not whole and not self.aggregates and any(peer == server for _, peer in self._deaths["server"])
         if missing and not forgiven and not may_lag:
-            raise ViolationError(f"7: slice {key} lacks {sorted(missing)}, which were answered, in version {version}")
+            raise ViolationError(6, f"slice {key} lacks {sorted(missing)}, which were answered, in version {version}")
         if whole:
             # Current values of common steps have reached all copies. Other current values may not have yet.
             self._seen(key, tokens if self.aggregates else (), server, sent, now)
             return
         own_token = (worker.id, header.step - 1, 0 if self.clipped else worker.incarnation)
         if own_token not in tokens and not forgiven:
-            raise ViolationError(f"3: {worker} gets slice {key} without its own push of step {own_token[1]}")
+            raise ViolationError(2, f"{worker} gets slice {key} without its own push of step {own_token[1]}")
         if self.aggregates and last and not forgiven:
             members, keys = self._members.setdefault((epoch, version), (last, set()))
             keys.add(key)
             if members != last and not self._torn(version - 1, members ^ last):
                 raise ViolationError(
-                    f"4: step {version - 1} has {sorted(members)} in one slice, {sorted(last)} in {key}"
+                    3, f"step {version - 1} has {sorted(members)} in one slice, {sorted(last)} in {key}"
                 )
         self._seen(key, tokens if self.aggregates else {own_token}, server, sent, now)
 
