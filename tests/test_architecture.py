@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
+from cnnstrategies.paramserver.coordinator.places import PLACE, PlaceEvent, PlaceState
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 PAGE = (ROOT / "docs/development/architecture.md").read_text()
@@ -163,6 +165,18 @@ def test_a_gradient_crosses_as_many_files_as_the_page_says() -> None:
     assert outcome.violation is None
     (stated,) = map(int, re.findall(r"functions of (\d+) files", PAGE))
     assert len(files) == stated <= MOST_FILES_OF_A_GRADIENT, sorted(files)
+
+
+@pytest.mark.light
+def test_the_drawings_of_states_are_made_from_the_tables() -> None:
+    script = ROOT / "docs/development/draw_states.py"
+    assert runpy.run_path(str(script))["page"]() == script.with_name("states.md").read_text(), f"run {script}"
+
+
+@pytest.mark.light
+def test_an_event_without_an_entry_is_an_error_that_names_the_state_and_the_event() -> None:
+    with pytest.raises(RuntimeError, match="place of a member: the event goes cannot happen in the state lost, only"):
+        PLACE.after(PlaceState.LOST, PlaceEvent.GOES)
 
 
 @pytest.mark.light

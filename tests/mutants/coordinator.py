@@ -14,6 +14,7 @@ from cnnstrategies.paramserver.coordinator.collective_rounds import Rounds
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.journal import HEAD, Journaled, _records
+from cnnstrategies.paramserver.coordinator.places import PLACE
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.core.node import Send
 from cnnstrategies.paramserver.core.requests import UNKNOWN, Asking
@@ -124,5 +125,6 @@ removes(
 
 @replaces(Roster.admit, killed_by=test_coordinator.test_a_server_that_training_did_not_wait_for_gets_copies, dies=True)
 def a_server_that_registers_after_training_began_counts_as_a_first_server(original, self, now, peer, hello):
-    self.lost_servers.discard(peer.id)
+    if self._places[peer.role, peer.id].is_awaited:
+        self._places[peer.role, peer.id].state = PLACE.start
     return original(self, now, peer, hello)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.contributions import pack
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.roster import WRITER, Member, Roster
+from cnnstrategies.paramserver.coordinator.places import Member
+from cnnstrategies.paramserver.coordinator.roster import WRITER, Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE

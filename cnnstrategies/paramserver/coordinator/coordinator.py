@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from cnnstrategies.paramserver.coordinator import status
 from cnnstrategies.paramserver.coordinator.collective_rounds import UNEVEN, CollectiveWait, Rounds
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.roster import Member, Roster
+from cnnstrategies.paramserver.coordinator.places import Exit, Member
+from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, PROBE, REFUSED, UNKNOWN, Answering
@@ -178,7 +179,7 @@ class Coordinator:
                 raise ControlError(f"{message.kind}: another process is registered as {sender}")
             self.roster.stop_expecting(sender.role, sender.id)
             if member is not None:
-                self.roster.remove(member, left=True)
+                self.roster.remove(member, Exit.LEFT)
         elif member is None:
             self._refuse(sender, message)
         elif message.kind == "beat":
@@ -240,7 +241,7 @@ class Coordinator:
     # Members
 
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
-        if self.roster.gone.get(sender):
+        if self.roster.gone.get(sender) == Exit.LEFT:
             return  # This is a late copy of a registration whose process has left, so no reply is needed.
         if (stranger := self.roster.stranger(sender, message)) is not None:
             fields = {"message": stranger, "clean": False, "stranger": True}
@@ -256,7 +257,7 @@ class Coordinator:
         If the process has left, repeat the reply to its request to leave, and ignore its other messages. If the run has
         ended or the process may not register, send an `ended` message with the reason.
         """
-        if self.roster.gone.get(sender):
+        if self.roster.gone.get(sender) == Exit.LEFT:
             if message.kind == "leave":
                 self._send(sender, Message(DONE, request=message.request))
             return
@@ -296,7 +297,7 @@ class Coordinator:
         return {}
 
     def _remove_leaver(self, now: float, member: Member) -> None:
-        self.roster.remove(member, left=True)
+        self.roster.remove(member, Exit.LEFT)
         self._forget(member)
         if member.peer.role == WORKER:
             self._leave_group(member.peer.id)
@@ -433,7 +434,7 @@ class Coordinator:
             self.roster.stop_expecting(*role_and_id)
         for member in self.roster.members:
             if member.peer[:2] in ended:
-                self.roster.remove(member, left=True)
+                self.roster.remove(member, Exit.LEFT)
         return {}
 
     def _end(self, now: float, sender: Peer, message: Message) -> Fields:

@@ -7,11 +7,11 @@ A process that was removed cannot become a member again. Another process with a 
 After every change of the membership, the coordinator sends a view with the next number to all members.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from cnnstrategies.identity import Identity
+from cnnstrategies.paramserver.coordinator.places import Exit, History, Member, Place, PlaceEvent, PlaceState
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
@@ -21,99 +21,6 @@ CONFIRM_SECONDS = 5.0  # seconds within which a supervision process must report 
 # A collective's result may have to wait until all servers have seen a view. A server that has not seen the view after
 # this many time-outs is removed, even if it sends heartbeats.
 PATIENCE = 6
-MOST_FAULTS = 50  # largest number of faults in the history
-LONGEST = 300  # largest number of characters in a fault's description
-
-
-@dataclass
-class Member:
-    """A process that has registered.
-
-    Attributes:
-        peer: The process's role, id, incarnation and random number.
-        process: The operating system's process id, for messages to the user.
-        host: Host name of the process.
-        seen: Time of the last message from the process.
-        endpoint: Address at which a server listens; empty for workers.
-        public_key: The process's public CURVE key; empty without encryption.
-        acknowledged: Number of the newest view on which the process acts, according to its last report.
-        since: For a server: number of the first view that contains this process. If training waited for the server,
-            the number of the view with which training began.
-        last_collective: For a worker: number of the newest collective to which it has contributed.
-        figures: The process's last figures by name; see :func:`.status.figures_of`.
-        measured: Time at which the figures arrived.
-    """
-
-    peer: Peer
-    process: int
-    host: str
-    seen: float
-    endpoint: str = ""
-    public_key: str = ""
-    acknowledged: int = 0
-    since: int = 0
-    last_collective: int = 0
-    figures: Mapping[str, float] = field(default_factory=dict)
-    measured: float = 0.0
-
-    @classmethod
-    def from_hello(cls, peer: Peer, hello: Message, now: float) -> "Member":
-        """Return the member that a registration message, `hello`, describes."""
-        host, endpoint, key = (hello.string(name) for name in ("host", "endpoint", "public_key"))
-        return cls(peer, hello.integer("process"), host[:255], now, endpoint, key)
-
-    def __str__(self) -> str:
-        return f"{self.peer} (process {self.process} on {self.host})"
-
-
-class History:
-    """The last faults of the run: deaths of members, replacements of members, and restarts of the coordinator.
-
-    Attributes:
-        faults: Time and description of each fault, oldest first.
-        losses: Number of processes that the run has lost.
-        restarts: Number of times that the coordinator was started again.
-    """
-
-    def __init__(self) -> None:
-        self.faults: deque[tuple[float, str]] = deque(maxlen=MOST_FAULTS)
-        self.losses = 0
-        self.restarts = 0
-
-    def note(self, now: float, text: str) -> None:
-        """Add a fault to the history. If the history is full, the oldest fault is dropped.
-
-        Args:
-            now: The current time.
-            text: Description of the fault.
-        """
-        self.faults.append((now, text[:LONGEST]))
-
-    def note_restart(self, now: float) -> None:
-        """Record that this coordinator continues from the journal, because its earlier process was killed."""
-        self.losses += 1
-        self.restarts += 1
-        self.note(now, "the coordinator was started again")
-
-
-@dataclass
-class _Place:
-    """State of the place for one role and id, for example worker 3. Only one process at a time has the place.
-
-    Attributes:
-        member: The process that has the place; None if the place is free.
-        appeared: Whether the place's first process has registered, or is no longer expected.
-        incarnation: Lowest incarnation that may register.
-        lost: Lowest incarnation whose loss is not in the history yet. The loss of each process is counted once.
-        promise: Time by which another process must take the place, and the error message with which the run ends
-            otherwise; None if the run does not wait for a process.
-    """
-
-    member: Member | None = None
-    appeared: bool = False
-    incarnation: int = 0
-    lost: int = 0
-    promise: tuple[float, str] | None = None
 
 
 class Roster:
@@ -130,13 +37,12 @@ class Roster:
         group: Ids of the workers that take part in collectives. At the start of the run the group contains all original
             workers.
         sealed: Whether training has begun. Views contain no workers before training begins.
-        lost_servers: Ids of the servers that have died and were not replaced.
         silent: Role, id and incarnation of each member that was removed after a long silence. The supervision processes
             end these members' processes.
         history: The last faults.
         view_message: Message with the current view. All members get the same object, so that the message is encoded
             only once.
-        gone: By former member: whether the member left on purpose. For a joiner's place, only the last process is kept.
+        gone: By former member: how the member has gone. For a joiner's place, only the last process is kept.
     """
 
     def __init__(
@@ -149,9 +55,8 @@ class Roster:
         self.began = 0.0
         self.group = set(range(settings.workers))
         self.sealed = False
-        self.lost_servers: set[int] = set()
         self.silent: list[list[str | int]] = []
-        self.gone: dict[Peer, bool] = {}
+        self.gone: dict[Peer, Exit] = {}
         self.history = History()
         self._settings = settings
         self._send = send
@@ -159,10 +64,7 @@ class Roster:
         self._finish = finish
         places = [(SERVER, server) for server in range(settings.servers)]
         places += [(WORKER, worker) for worker in range(settings.workers + settings.max_joiners)]
-        self._places = {place: _Place() for place in places}
-        # Members that were removed after the end of the run because they were silent. If they send a message later, the
-        # coordinator does not reject it as one from a dead process, but replies with the reason why the run ended.
-        self._silent_at_end: set[Peer] = set()
+        self._places = {place: Place() for place in places}
         self._view = View(0, (), ())
         self.view_message = self._make_view_message()
 
@@ -216,35 +118,41 @@ class Roster:
         absent = [
             (role, identity)
             for (role, identity), place in self._places.items()
-            if not place.appeared and not self.is_joiners_place(role, identity)
+            if place.is_awaited and not self.is_joiners_place(role, identity)
         ]
         return [f"{role} {identity}" for role, identity in sorted(absent, key=lambda place: place[0] == SERVER)]
 
     def has_left(self, worker: int) -> bool:
         """Return whether a worker has left on purpose. A worker that has died or is still a member has not left."""
-        return any(left and peer[:2] == (WORKER, worker) for peer, left in self.gone.items())
+        return any(way == Exit.LEFT and peer[:2] == (WORKER, worker) for peer, way in self.gone.items())
+
+    @property
+    def lost_servers(self) -> set[int]:
+        """Ids of the servers that have died and were not replaced."""
+        servers = range(self._settings.servers)
+        return {server for server in servers if self._places[SERVER, server].is_lost}
 
     def stop_expecting(self, role: str, identity: int) -> None:
         """Record that the coordinator no longer waits for the first process with a role and an id."""
         if place := self._places.get((role, identity)):
-            place.appeared = True
+            place.happen(PlaceEvent.IS_GIVEN_UP)
 
-    def remove(self, member: Member, left: bool = False) -> None:
+    def remove(self, member: Member, way: Exit = Exit.LOST) -> None:
         """Remove a member from its place.
 
         Args:
             member: The member.
-            left: Whether the member has left on purpose. Otherwise it is lost.
+            way: How the member has gone.
         """
         peer = member.peer
         place = self._places[peer.role, peer.id]
-        place.member = None
+        place.clear()
         if self.is_joiners_place(peer.role, peer.id):
             # Joiners may come and go in every epoch, each with a new incarnation. To stay small, `gone` keeps only the
             # last process in a joiner's place. Earlier processes are refused because of their lower incarnation.
             place.incarnation = max(place.incarnation, peer.incarnation + 1)
-            self.gone = {other: on_purpose for other, on_purpose in self.gone.items() if other[:2] != peer[:2]}
-        self.gone[peer] = left
+            self.gone = {other: known for other, known in self.gone.items() if other[:2] != peer[:2]}
+        self.gone[peer] = way
 
     # Registration
 
@@ -281,7 +189,8 @@ class Roster:
                 f"this run has {settings.workers} workers and {settings.servers} servers{joiners}: it does not expect "
                 f"{peer}"
             )
-        if (peer in self.gone or peer.incarnation < place.incarnation) and peer not in self._silent_at_end:
+        way = self.gone.get(peer)
+        if way != Exit.SILENT_AT_END and (way is not None or peer.incarnation < place.incarnation):
             return (
                 f"{peer} was silent for {settings.timeout:g} s and counts as dead, so the run goes on without it: "
                 "raise `timeout` if the process was only busy"
@@ -309,14 +218,12 @@ class Roster:
         place = self._places[peer.role, peer.id]
         if place.member is not None:
             return place.member.peer == peer
-        place.member = member = Member.from_hello(peer, hello, now)
-        was_waited_for = not place.appeared and peer.id not in self.lost_servers
-        place.appeared, place.promise = True, None
-        place.incarnation = max(place.incarnation, peer.incarnation)
+        was_waited_for = place.state == PlaceState.EXPECTED
+        member = Member.from_hello(peer, hello, now)
+        place.register(member)
         if peer.incarnation and not self.is_joiners_place(peer.role, peer.id):
             self.history.note(now, f"{member} has replaced the earlier process of {member.peer}")
         if peer.role == SERVER:
-            self.lost_servers.discard(peer.id)
             # Training waits for the first process of each server, so these first processes count as equally old. If a
             # first process has died, training may have begun with the other servers that hold its slices. A new process
             # of the server then lacks the values, and must count as younger than the other servers.
@@ -342,8 +249,7 @@ class Roster:
         silent = [member for member in self.members if now - member.seen > timeout]
         if over:
             for member in silent:
-                self.remove(member)
-                self._silent_at_end.add(member.peer)
+                self.remove(member, Exit.SILENT_AT_END)
             return
         if self._is_cut_off(now):
             return
@@ -379,7 +285,6 @@ class Roster:
         if place is None or member.peer.incarnation < place.incarnation:
             return  # This death was reported before, or a later incarnation has registered.
         place.incarnation = member.peer.incarnation + 1
-        place.appeared |= not replaced
         known = place.member
         if known is not None and known.peer.incarnation > member.peer.incarnation:
             return
@@ -389,6 +294,8 @@ class Roster:
             member = known
         if not over:
             self._decide_without(now, member, how, replaced)
+        elif not replaced:
+            place.happen(PlaceEvent.IS_GIVEN_UP)
 
     def _is_cut_off(self, now: float) -> bool:
         """Return whether the coordinator has probably lost its network connection. If so, no member may be removed.
@@ -433,6 +340,7 @@ class Roster:
         """
         peer = member.peer
         place = self._places[peer.role, peer.id]
+        place.happen(PlaceEvent.DIES_AND_RESTARTS if replaced else PlaceEvent.DIES)
         if peer.incarnation >= place.lost:
             place.lost = peer.incarnation + 1
             self.history.losses += 1
@@ -448,7 +356,7 @@ class Roster:
             self._finish(f"{member} {how}, and no worker is left")
 
     def _without_server(self, member: Member, how: str) -> str | None:
-        """Count a server as lost. Return an error message if the run cannot go on without the server.
+        """Return an error message if the run cannot go on without a lost server.
 
         Return None if other servers hold the lost server's slices.
 
@@ -456,7 +364,6 @@ class Roster:
             member: The server.
             how: Cause of the loss, for the error message.
         """
-        self.lost_servers.add(member.peer.id)
         if self._has_copies:
             self.publish()
             return None

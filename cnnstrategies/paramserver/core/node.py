@@ -6,7 +6,8 @@ carries out the effects that the method returns.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from enum import StrEnum
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 Buffer = bytes | bytearray | memoryview
 INTEGER_LIMIT = 1 << 63  # Integers in messages are below this number.
@@ -14,6 +15,44 @@ INTEGER_LIMIT = 1 << 63  # Integers in messages are below this number.
 
 class ControlError(ValueError):
     """Error for an invalid message: a field is missing or invalid, or the sender may not send this kind of message."""
+
+
+State = TypeVar("State", bound=StrEnum)
+Event = TypeVar("Event", bound=StrEnum)
+
+
+class StateTable(Generic[State, Event]):
+    """The states of one part of a role, and the events that may happen in each state.
+
+    docs/development/draw_states.py draws the tables.
+
+    Args:
+        part: Name of the part, for error messages and drawings.
+        start: The first state.
+        rows: By state, then by event: the next state.
+
+    Attributes:
+        part: Name of the part.
+        start: The first state.
+        rows: By state, then by event: the next state.
+    """
+
+    def __init__(self, part: str, start: State, rows: Mapping[State, Mapping[Event, State]]) -> None:
+        self.part = part
+        self.start = start
+        self.rows = rows
+
+    def after(self, state: State, event: Event) -> State:
+        """Return the state after an event.
+
+        Raises:
+            RuntimeError: The table has no entry for this event in this state, which is a mistake of this package.
+        """
+        following = self.rows[state].get(event)
+        if following is None:
+            allowed = ", ".join(self.rows[state])
+            raise RuntimeError(f"{self.part}: the event {event!s} cannot happen in the state {state!s}, only {allowed}")
+        return following
 
 
 class Peer(NamedTuple):
