@@ -12,6 +12,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "docs"))
 from check_site import faults
 
+PROSE_LIMIT = 24_000  # Words of prose on the pages for users; longer pages are read by fewer people.
 OWN_MESSAGES = ("Data", "Memory and waiting", "Pipelines", "Parameter servers")  # Sections with the package's messages.
 
 GOOD = '<title>A</title><p id="here">x</p><a href="#here">y</a><a href="sub/">z</a><img src="p.png">'
@@ -43,6 +44,21 @@ def test_the_front_pages_charts_have_the_measured_numbers() -> None:
         for name, value in measured:
             assert name in shown
             assert f"{value:.3g}" in shown
+
+
+def prose_words(page: str) -> int:
+    """Return the number of a page's words outside of code blocks and tables."""
+    lines = re.sub(r"```.*?```", "", page, flags=re.DOTALL).splitlines()
+    return sum(len(line.split()) for line in lines if not line.lstrip().startswith("|"))
+
+
+@pytest.mark.light
+def test_the_pages_for_users_stay_short() -> None:
+    assert prose_words("One *two*.\n\n```bash\nnot counted\n```\n| not | counted |\n- three") == 4
+    pages = [path for folder in ("docs", "docs/reference") for path in (ROOT / folder).glob("*.md")]
+    words = {path.name: prose_words(path.read_text()) for path in pages}
+    longest = sorted(words, key=words.__getitem__)[-5:]
+    assert sum(words.values()) <= PROSE_LIMIT, f"shorten a page, such as {', '.join(reversed(longest))}"
 
 
 def texts(node: ast.AST) -> str:
