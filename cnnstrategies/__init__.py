@@ -19,17 +19,19 @@ if TYPE_CHECKING:
     from cnnstrategies import strategies
     from cnnstrategies.errors import ConfigurationError
     from cnnstrategies.models.classifier import ImageClassifier
+    from cnnstrategies.models.detector import DetectionModule
     from cnnstrategies.models.segmenter import ImageSegmenter
     from cnnstrategies.verifying import verify
 
 PRINTED = "CNNSTRATEGIES_OTHER_SYSTEM"  # Environment variable that is set once the line on the system is printed.
 
-__all__ = ["ConfigurationError", "ImageClassifier", "ImageSegmenter", "strategies", "verify"]
+__all__ = ["ConfigurationError", "DetectionModule", "ImageClassifier", "ImageSegmenter", "strategies", "verify"]
 
 
 def __getattr__(name: str) -> object:
     modules = {
         "ConfigurationError": "cnnstrategies.errors",
+        "DetectionModule": "cnnstrategies.models.detector",
         "ImageClassifier": "cnnstrategies.models.classifier",
         "ImageSegmenter": "cnnstrategies.models.segmenter",
         "verify": "cnnstrategies.verifying",

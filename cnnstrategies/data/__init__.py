@@ -1,5 +1,6 @@
 """LightningDataModules for images. Their loaders divide each global batch among the processes."""
 
+from cnnstrategies.data.detection_folder import DetectionFolderDataModule
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.image_table import ImageTableDataModule
 from cnnstrategies.data.module import ImageDataModule
@@ -14,10 +15,12 @@ from cnnstrategies.data.small_sets import (
     SyntheticDataModule,
 )
 from cnnstrategies.data.synthetic_masks import SyntheticSegmentationDataModule
+from cnnstrategies.data.synthetic_shapes import SyntheticDetectionDataModule
 
 __all__ = [
     "CIFAR10DataModule",
     "CIFAR100DataModule",
+    "DetectionFolderDataModule",
     "DigitsDataModule",
     "FashionMNISTDataModule",
     "ImageDataModule",
@@ -27,5 +30,6 @@ __all__ = [
     "SegmentationFolderDataModule",
     "ShardedImageDataModule",
     "SyntheticDataModule",
+    "SyntheticDetectionDataModule",
     "SyntheticSegmentationDataModule",
 ]

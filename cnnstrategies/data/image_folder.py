@@ -244,9 +244,7 @@ class FolderSource:
         return read_image(path, self.bits, REMEDY)
 
 
-def images_of_folder(
-    datamodule: LightningDataModule | None, folder: Path, left_out: Counter[str] | None = None
-) -> FolderSource | MaskedSource:
+def images_of_folder(datamodule: LightningDataModule | None, folder: Path, left_out: Counter[str] | None = None) -> Any:
     """Return a source of all images in a folder, at any depth, in the order of their paths.
 
     The images get the same resizing and cropping as the data module's validation images. For segmentation, each image
@@ -272,6 +270,8 @@ def images_of_folder(
         raise ConfigurationError(
             f"predictions.images={folder}: no images found; set a folder that contains images ({FILES_END_IN})"
         )
+    if callable(unlabelled := getattr(datamodule, "unlabelled", None)):
+        return unlabelled(folder, names)
     channels, height, width = datamodule.image_shape
     if datamodule.ignore_index is not None:
         masks: dict[Path, str] = {}

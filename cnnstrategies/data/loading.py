@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cnnstrategies.data.sampling import BatchRequest, ShuffledBatches
@@ -113,8 +114,8 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
 
 def unshared(batch: Batch) -> Batch:
     """Copy a batch out of shared memory. Tensors in pinned memory are copies already, and are not copied."""
-    images, targets = (tensor.clone() if tensor.is_shared() else tensor for tensor in batch)  # type: ignore[no-untyped-call]
-    return images, targets
+    copied: Batch = tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor.is_shared() else tensor, batch)
+    return copied
 
 
 class BatchLoader(DataLoader[Batch | ConfigurationError]):

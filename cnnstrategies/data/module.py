@@ -88,6 +88,7 @@ class ImageDataModule(LightningDataModule):
     not_prepared_as: Preprocessing | None
     places: Mapping[str, str]
     left_out: Counter[str]
+    dataset_class: ClassVar[type[BatchDataset]] = BatchDataset
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class ImageDataModule(LightningDataModule):
             samples, accumulated = self._step_under(self.trainer, replicas)
             sampler = ShuffledBatches(size, samples, self.seed, replicas, rank, self.drop_last, accumulated, deals)
             check_weights(sampler, self.trainer)
-        return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
+        return self._loader(self.dataset_class(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:
         """Return the validation loader. Each sample is evaluated exactly once, by one of the processes."""
@@ -263,7 +264,7 @@ class ImageDataModule(LightningDataModule):
     def _evaluation_loader(self, source: Source, give_indices: bool = False) -> BatchLoader:
         replicas, rank = self.sharding()
         sampler = OrderedBatches(len(source), self.batch_size, replicas, rank, deals_of(self.trainer))
-        return self._loader(BatchDataset(source, self.eval_transform, give_indices), sampler)
+        return self._loader(self.dataset_class(source, self.eval_transform, give_indices), sampler)
 
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
         options: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """Functions that return the number of samples of a batch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -9,9 +10,14 @@ from torch.utils._pytree import tree_leaves
 def count_samples(batch: Any) -> int:
     """Return the number of samples of a batch: the size of the first dimension of the batch's first tensor.
 
+    If an entry of the batch is a list of mappings, such as the boxes of each image, the result is its length.
+
     The result is 0 if no tensor is found, for example because the batch is an object of a user's own class. Lightning's
     ``extract_batch_size`` raises an error in this case, and warns if the tensors have different sizes.
     """
+    for entry in batch if isinstance(batch, list | tuple) else ():
+        if isinstance(entry, list) and entry and all(isinstance(item, Mapping) for item in entry):
+            return len(entry)
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 

@@ -26,8 +26,12 @@ def has_mean_loss(module: nn.Module) -> bool:
     """Return whether a module has a method ``loss_weight(targets)`` that fits its method ``loss``.
 
     The method ``loss(outputs, targets)`` returns a mean, and ``loss_weight`` returns the divisor of this mean. If a
-    subclass overrides only ``loss``, the inherited ``loss_weight`` may not fit, so the result is False.
+    subclass overrides only ``loss``, the inherited ``loss_weight`` may not fit, so the result is False. A module may
+    also say itself by what its loss divides, in its attribute ``loss_divisor``: ``samples``, ``own`` for the number
+    that ``loss_weight`` returns after the step, or ``unknown``.
     """
+    if (divisor := getattr(module, "loss_divisor", None)) is not None:
+        return bool(divisor != "unknown")
     for kind in type(module).__mro__:
         if "loss_weight" in vars(kind):
             return callable(getattr(module, "loss", None))
@@ -58,6 +62,8 @@ def differences_of_replicas(
         return []
     own_loss = isinstance(network, LightningModule) and not has_mean_loss(network)
     rest = [OWN_OTHER_LOSSES if weighted else OWN_MEANS] if own_loss else []
+    if callable(further := getattr(network, "differences_of_parts", None)):
+        rest += further(weighted)
     rest.append(RANDOM_DRAWS)
     updated = updated_buffers(network)
     if updated:

@@ -112,6 +112,8 @@ class SampleWeights(Callback):
             numbers = joined([term.divisor for term in terms], loss)
         if len(numbers) > MOST_MEANS:
             terms, numbers = [], numbers[:0]
+        # A loss that divides by a number of boxes, for example, divides by 1 if there are none.
+        least = getattr(module, "least_loss_weight", 0)
         row = numbers.new_zeros(1 + MOST_MEANS)
         if samples:
             row[0] = samples
@@ -125,6 +127,8 @@ class SampleWeights(Callback):
             return total[0] / row[0]  # A batch is weighted by its fraction of the samples, which is undone.
         # A batch is weighted by its fraction of the samples. Each mean needs its own fraction instead. If there is no
         # valid target on any rank, the gradient of the mean is zero, whatever its factor is.
+        if samples and least:
+            row[1:], total[1:] = row[1:].clamp(min=least), total[1:].clamp(min=least)
         factors = torch.nan_to_num((row / total)[1:] / (row / total)[0])
         for term, factor in zip(terms, factors, strict=False):
             term.scale(factor)
@@ -152,6 +156,8 @@ def _kind_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
         return "mean"
     if local or not facts.steps_in_lockstep or facts.gradient_weighting == "by_sample":
         return "mean"
+    if (divisor := getattr(module, "loss_divisor", "unknown")) != "unknown":
+        return "terms" if divisor == "own" else "mean"
     if has_mean_loss(module):
         owner = next(kind for kind in type(module).__mro__ if "loss_weight" in vars(kind))
         # The losses of this package's own modules are means over samples, so their divisors need not be exchanged.

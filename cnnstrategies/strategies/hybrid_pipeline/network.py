@@ -22,7 +22,8 @@ WHOLE = ""  # Path of a network that is the module itself.
 def find_network(module: LightningModule, named: str | None) -> str:
     """Return the path of the submodule that a pipeline divides.
 
-    The submodule is the one that the user has named. By default it is the child with all parameters of the module, or
+    The submodule is the one that the user has named, or else that of the module's attribute ``divided_submodule``. By
+    default it is the child with all parameters of the module, or
     with all trainable parameters. If there is no such child, it is the module itself if the module has a ``forward`` of
     its own, and otherwise the child with the most parameters. Parameters outside the divided network are in the last
     stage.
@@ -35,6 +36,8 @@ def find_network(module: LightningModule, named: str | None) -> str:
         ConfigurationError: The module has no such submodule, or no child has parameters.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
+    if named is None:
+        named = getattr(module, "divided_submodule", None)
     if named is not None:
         if not named or named not in modules:
             close = [path for path in modules if path and path.count(".") <= named.count(".")]
