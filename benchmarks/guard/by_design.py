@@ -113,16 +113,22 @@ class Adversaries(Net):
 
 
 class Averaged(Net):
-    """Network with a moving average of its last layer, which no gradient reaches."""
+    """Network with a moving average of its weights, which no gradient reaches.
 
-    def __init__(self) -> None:
+    Args:
+        every: Number of steps from one update of the average to the next.
+    """
+
+    def __init__(self, every: int = 1) -> None:
         super().__init__()
-        self.average = copy.deepcopy(self.net.head).requires_grad_(False)
+        self.every = every
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Update the average."""
-        for mean, value in zip(self.average.parameters(), self.net.head.parameters(), strict=True):
-            mean.lerp_(value.detach(), 0.1)
+        if self.global_step % self.every == 0:
+            for mean, value in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(value.detach(), 0.1)
 
 
 class Freezes(Net):
@@ -252,6 +258,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "two networks that train in turns": partial(program, "ddp_find_unused_parameters_true", Gan),
     "two parts that train against each other": partial(program, "ddp_find_unused_parameters_true", Adversaries),
     "an average of weights in the module": partial(program, module=Averaged),
+    "an average of weights after each 50 steps": partial(program, module=partial(Averaged, 50)),
     "layers frozen for two epochs": partial(program, "ddp_find_unused_parameters_true", Freezes),
     "a warm-up in the module": partial(program, module=WarmsUp),
     "a cyclic learning rate": partial(program, schedule=lambda opt: CyclicLR(opt, 0.0, 0.1, 7, mode="triangular2")),

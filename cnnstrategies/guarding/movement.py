@@ -36,7 +36,7 @@ class WeightState:
 # "not optimized": it has gradients, but is in no optimizer, and has not changed.
 # "without a gradient": it is trainable, but had no gradient, and has not changed.
 # "moved by an optimizer": it is frozen, but an optimizer has changed it.
-# "written": it is frozen and had not changed before, but has changed.
+# "written": it is frozen and had not changed before, but has changed, and no other frozen parameter has.
 Movement = Literal["stuck", "not optimized", "without a gradient", "moved by an optimizer", "written"]
 
 
@@ -59,6 +59,7 @@ class MovementHistory:
             sees_gradients: Whether gradients are in the parameters before an optimizer's step.
         """
         result: dict[Movement, list[str]] = {}
+        frozen: list[str] = []  # Frozen parameters that have changed.
         for name, state in now.items():
             before = self._before.get(name)
             if before is None:
@@ -66,6 +67,7 @@ class MovementHistory:
             has_moved = before.digest != state.digest
             reach = records.reach.get(name)
             if name not in records.trainable:
+                frozen += [name] * has_moved
                 self._look_at_frozen(result, name, state, before, has_moved)
                 continue
             self._constant.pop(name, None)
@@ -77,6 +79,11 @@ class MovementHistory:
                 result.setdefault("not optimized", []).append(name)
             elif reach is None and not state.has_gradient:
                 result.setdefault("without a gradient", []).append(name)
+        if len(frozen) > 1:
+            # A memory error changes one parameter. Code that updates an average changes all parameters of a network,
+            # maybe in each epoch only, and some averages hardly change: of a bias before batch normalisation, whose
+            # gradients are errors of rounding.
+            result.pop("written", None)
         self._before = dict(now)
         return result
 

@@ -405,6 +405,7 @@ def test_a_damaged_checkpoint_stops_both_ranks_and_the_verified_one_is_named(tmp
     "name",
     [
         *("two parts that train against each other", "an average of weights in the module"),
+        "an average of weights after each 50 steps",
         *("a learning rate with warm restarts", "layers frozen for two epochs", "a warm-up in the module"),
         *("large penalties in each sixteenth step", "an average of weights (EMAWeightAveraging)"),
         *("an average of weights (StochasticWeightAveraging)", "accumulated gradients, clipped"),
