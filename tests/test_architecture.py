@@ -1,6 +1,8 @@
 """The architecture page is right: the functions that it lists are called in the order in which it lists them."""
 
+import ast
 import importlib
+import inspect
 import re
 import runpy
 import sys
@@ -23,9 +25,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.paramserver.coordinator.places import PLACE, PlaceEvent, PlaceState
+from cnnstrategies.paramserver.worker.worker import WorkerRole
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 PAGE = (ROOT / "docs/development/architecture.md").read_text()
+MOST_ATTRIBUTES = {WorkerRole: 14}
 MOST_FILES_OF_A_GRADIENT = 16  # A person who follows a gradient must be able to hold its path.
 GLOSSARY = (ROOT / "docs/development/glossary.md").read_text()
 
@@ -165,6 +169,15 @@ def test_a_gradient_crosses_as_many_files_as_the_page_says() -> None:
     assert outcome.violation is None
     (stated,) = map(int, re.findall(r"functions of (\d+) files", PAGE))
     assert len(files) == stated <= MOST_FILES_OF_A_GRADIENT, sorted(files)
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("role", MOST_ATTRIBUTES, ids=lambda role: role.__name__)
+def test_a_role_has_few_attributes(role: type) -> None:
+    tree = ast.parse(inspect.getsource(role))
+    stores = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    attributes = {node.attr for node in stores if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    assert len(attributes) <= MOST_ATTRIBUTES[role], sorted(attributes)
 
 
 @pytest.mark.light

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.strategies.protocol import facts_of
 
 

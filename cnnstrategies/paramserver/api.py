@@ -16,8 +16,9 @@ from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.codecs import CodecChooser, Codecs, ladder
-from cnnstrategies.paramserver.worker.connections import Counters
-from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
+from cnnstrategies.paramserver.worker.connections import Wait
+from cnnstrategies.paramserver.worker.counters import Counters
+from cnnstrategies.paramserver.worker.worker import WorkerRole
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 from cnnstrategies.runtime.waiting import waiting
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cnnstrategies.paramserver.membership import Membership
-    from cnnstrategies.paramserver.worker.connections import Counters
+    from cnnstrategies.paramserver.worker.counters import Counters
     from cnnstrategies.pipeline.task_times import TaskTimes
     from cnnstrategies.planning.lighter import LighterPlan
     from cnnstrategies.planning.memory import PeakMemory

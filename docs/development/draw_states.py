@@ -9,6 +9,7 @@ from typing import Any
 
 from cnnstrategies.paramserver.coordinator.places import PLACE
 from cnnstrategies.paramserver.core.node import StateTable
+from cnnstrategies.paramserver.worker.registration import REGISTRATION
 
 PAGE = Path(__file__).with_name("states.md")
 TABLES: list[tuple[StateTable[Any, Any], str, str]] = [
@@ -16,7 +17,13 @@ TABLES: list[tuple[StateTable[Any, Any], str, str]] = [
         PLACE,
         "A member",
         "The coordinator has a place for each server, each worker and each joiner. The places are the only record of "
-        "which processes are alive; views are made from it.",
+        "which processes are alive; views are made from them.",
+    ),
+    (
+        REGISTRATION,
+        "A worker's registration with the servers",
+        "A worker that takes part in steps is entering or training. The other workers then wait for its gradients in "
+        "the modes with common steps.",
     ),
 ]
 HEAD = """# States of the parameter server

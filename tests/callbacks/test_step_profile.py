@@ -19,7 +19,7 @@ from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import StepProfile, step_parts
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 

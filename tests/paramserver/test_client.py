@@ -12,7 +12,7 @@ from training import specify
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.messages import Kind, unpack_keys
 from cnnstrategies.paramserver.slicing import cut
-from cnnstrategies.paramserver.worker.worker import Wait
+from cnnstrategies.paramserver.worker.connections import Wait
 
 
 def test_each_parameter_is_waited_for_separately_and_pulls_follow_the_order_of_use() -> None:

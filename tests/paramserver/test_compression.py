@@ -12,7 +12,7 @@ from cnnstrategies.paramserver.compression import FP16, SAMPLE, Encoder, TopK, c
 from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 
 pytestmark = pytest.mark.light

@@ -13,7 +13,8 @@ from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
+from cnnstrategies.paramserver.worker.connections import Wait
+from cnnstrategies.paramserver.worker.worker import WorkerRole
 
 pytestmark = pytest.mark.light
 PLAIN = {"name": "SGD", "lr": 0.5}

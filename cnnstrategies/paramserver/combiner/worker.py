@@ -12,7 +12,7 @@ from cnnstrategies.paramserver.combiner.shared_state import NEVER, SharedState
 from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.worker.codecs import Codecs
-from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.runtime.waiting import waiting
 
 

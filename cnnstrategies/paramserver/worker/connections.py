@@ -1,49 +1,62 @@
-"""A worker's state about the servers: each slice's primary, messages to send, traffic counters, silent servers."""
+"""A worker's state about the servers: each slice's primary, messages to send, waits for replies, silent servers."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.core.view import RemovedError, ServerInfo, ServersUnreachableError, View
 from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Header, Kind, Parcel, compose
 from cnnstrategies.paramserver.slicing import Slice, holders
 from cnnstrategies.paramserver.specification import Specification
 
+PROBE_SECONDS = 1.0  # If a server has not replied to a pull for this time, the worker sends a HELLO message to it.
+REPEAT_SECONDS = 0.05  # seconds between two calls of `Wait.repeat`
+# If more seconds pass between two calls of `on_time`, this process was stopped, and all deadlines are extended.
+STOPPED_SECONDS = 1.0
 
-@dataclass
-class Counters:
-    """A worker's counters of traffic, steps and waiting time since the worker object was created.
+
+class Wait(NamedTuple):
+    """A wait that a procedure yields to the driver. The driver resumes the procedure when the wait is over.
 
     Attributes:
-        bytes_sent: Number of bytes pushed, headers included.
-        bytes_received: Number of bytes of pulled payloads, without headers.
-        seconds_waited: Seconds that the worker has waited for replies of the servers.
-        steps: Number of steps that the worker has finished or skipped.
-        samples: Number of samples in the batches from which the pushed gradients were computed.
-        staleness: Sum over this worker's steps. Each step adds the number of other workers' updates that the server
-            made to slice 0 between this worker's pull and this worker's update of the slice.
-        dropped: Number of steps that this worker skipped because the servers made these steps without the worker's
-            node.
+        waiting: Function that returns whether the procedure still has to wait.
+        repeat: Function that is called when the wait begins, and then every `REPEAT_SECONDS` until the wait is over;
+            None if nothing must be repeated.
     """
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    seconds_waited: float = 0.0
-    steps: int = 0
-    samples: float = 0.0
-    staleness: int = 0
-    dropped: int = 0
+    waiting: Callable[[], bool]
+    repeat: Callable[[], object] | None = None
 
-    def figures(self) -> dict[str, float]:
-        """Return the counters that a worker reports to the coordinator, by name; see :func:`.status.figures_of`."""
-        return {
-            "step": self.steps,
-            "samples": self.samples,
-            "sent": self.bytes_sent,
-            "received": self.bytes_received,
-            "waited": self.seconds_waited,
-            "staleness": self.staleness,
-        }
+
+class Waiting:
+    """Times of a worker's current wait.
+
+    Attributes:
+        now: Time of the driver's last call, in seconds.
+        probe_seconds: If a server has not replied to a pull for this time, the worker sends a HELLO message to it.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.now = 0.0
+        self.probe_seconds = min(PROBE_SECONDS, timeout / 8)
+        self._stopped_seconds = min(STOPPED_SECONDS, timeout / 4)
+        self._repeat: Callable[[], object] | None = None
+        self._next_repeat = 0.0
+
+    def begin(self, now: float, wait: Wait) -> None:
+        """Begin a wait."""
+        self.now = self._next_repeat = now
+        self._repeat = wait.repeat
+
+    def pass_to(self, now: float) -> float:
+        """Record the current time. Return the seconds for which this process was stopped; 0 if it was not stopped."""
+        passed, self.now = now - self.now, now
+        return passed if passed > self._stopped_seconds else 0.0
+
+    def repeat(self) -> None:
+        """Call the wait's function `repeat` if this is due."""
+        if self._repeat is not None and self.now >= self._next_repeat:
+            self._repeat()
+            self._next_repeat = self.now + REPEAT_SECONDS
 
 
 class Connections:
@@ -110,7 +123,27 @@ class Connections:
 
     @property
     def _missing(self) -> set[int]:
-        return set(range(self._specification.servers)) - {server.id for server in self.view.servers}
+        return set(range(self._specification.servers)) - self.servers
+
+    @property
+    def servers(self) -> set[int]:
+        """Ids of the servers in the current view."""
+        return {server.id for server in self.view.servers}
+
+    @property
+    def has_lowest_id(self) -> bool:
+        """Whether no worker of the current view has a lower id than this worker."""
+        return all(self._id <= worker.id for worker in self.view.workers)
+
+    @property
+    def is_first_source(self) -> bool:
+        """Whether this worker sends the initial values to the servers.
+
+        The worker with the lowest id sends them. Workers that replace an earlier process come last, because most of
+        them do not have initial values.
+        """
+        source = min(((worker.incarnation > 0, worker.id) for worker in self.view.workers), default=None)
+        return source == (self._incarnation > 0, self._id)
 
     def _is_member(self) -> bool:
         return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)

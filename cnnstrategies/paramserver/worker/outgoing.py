@@ -13,7 +13,8 @@ from cnnstrategies.paramserver.messages import Encoding, Kind
 from cnnstrategies.paramserver.optimizers import check_before_sending
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.specification import PushCompression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections, Counters
+from cnnstrategies.paramserver.worker.connections import Connections
+from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
 
@@ -34,6 +35,7 @@ class Outgoing:
     Attributes:
         unanswered: The pushes that have no reply yet. Keys: keys of slices. Values: the payload, the number of its
             encoding, and an integer in which bit i is set if part i of the slice has no gradient.
+        began_with: In mode ``local``, the parameters' values before the worker's own optimizer steps; otherwise empty.
         options: Hyperparameters of the current step, one dictionary for each parameter group.
     """
 
@@ -57,7 +59,7 @@ class Outgoing:
         self._clip_value = None if specification.aggregates else specification.clip_value
         self._connections = connections
         self._counters = counters
-        self._began_with = began_with
+        self.began_with = began_with
         self._answers = answers
         # Number, hyperparameters and number of samples of the last begun step; None before the first step.
         self._begin: tuple[int, dict[str, Any], float] | None = None
@@ -116,10 +118,10 @@ class Outgoing:
         """
         assert self._begin is not None, "push before begin_step"
         flat = gradient.detach().to("cpu").contiguous().view(-1)
-        if self._began_with:
+        if self.began_with:
             # The servers subtract a gradient from the values, so the difference is the old value minus the new value.
-            # The difference must be a new tensor: pulled values may overwrite `_began_with` before the message is sent.
-            flat = self._began_with[index].view(-1) - flat
+            # The difference must be a new tensor: pulled values may overwrite `began_with` before the message is sent.
+            flat = self.began_with[index].view(-1) - flat
         if self._clip_norm is not None:
             self._unclipped[index] = flat
             return

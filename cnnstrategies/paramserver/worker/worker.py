@@ -1,46 +1,23 @@
 """The worker's side of the protocol: pushes of gradients, pulls of parameters, and repetition of lost messages."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import as_bytes, payload_compression
+from cnnstrategies.paramserver.compression import payload_compression
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import (
-    NO_STEP,
-    Encoding,
-    Header,
-    Kind,
-    pack_keys,
-    unpack_json,
-    unpack_keys,
-)
-from cnnstrategies.paramserver.optimizer_state import SliceState, cut_state, join_state, pack_state
+from cnnstrategies.paramserver.messages import NO_STEP, Header, Kind, unpack_json, unpack_keys
+from cnnstrategies.paramserver.optimizer_state import join_state
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import PullCompression, PushCompression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections, Counters
+from cnnstrategies.paramserver.worker.connections import Connections, Wait, Waiting
+from cnnstrategies.paramserver.worker.counters import Counters
+from cnnstrategies.paramserver.worker.initial_values import InitialValues
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
-
-PROBE_SECONDS = 1.0  # If a server has not replied to a pull for this time, the worker sends a HELLO message to it.
-REPEAT_SECONDS = 0.05  # seconds between two calls of `Wait.repeat`
-# If more seconds pass between two calls of `on_time`, this process was stopped, and all deadlines are extended.
-STOPPED_SECONDS = 1.0
-
-
-class Wait(NamedTuple):
-    """A wait that a procedure yields to the driver. The driver resumes the procedure when the wait is over.
-
-    Attributes:
-        waiting: Function that returns whether the procedure still has to wait.
-        repeat: Function that is called when the wait begins, and then every `REPEAT_SECONDS` until the wait is over;
-            None if nothing must be repeated.
-    """
-
-    waiting: Callable[[], bool]
-    repeat: Callable[[], object] | None = None
+from cnnstrategies.paramserver.worker.registration import TAKES_PART, Registration, WorkerEvent, WorkerState
 
 
 class WorkerRole:
@@ -81,34 +58,17 @@ class WorkerRole:
         self.counters = Counters()
         self.first_level: int | None = None
         self._specification = specification
-        self._parameters = parameters
         self._slices = slices
-        self._id = id
         self._arrived = arrived
         self.connections = Connections(specification, slices, id, incarnation)
         local = specification.mode == "local"
-        self._began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
-        self.pulls = Pulls(slices, parameters, self.connections, self._began_with, specification.pulls_changes)
-        self._pipelined = specification.pipelined
-        answers = self.pulls if self._pipelined else None
-        self._outgoing = Outgoing(specification, slices, self.connections, self.counters, self._began_with, answers)
-        self._now = 0.0
-        self._repeat: Callable[[], object] | None = None
-        self._next_repeat = 0.0
-        self._probe_seconds = min(PROBE_SECONDS, specification.timeout / 8)
-        self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 4)
-        self._joined = False
-        self._first_step = 0  # the first step in which this worker took part
-        # While this worker joins: the step whose gradients this worker already has; None if there is no such step.
-        self._pushed_step: int | None = None
-        self._has_values = False  # whether the parameters of this worker's first step have arrived
-        self._replaces = incarnation > 0  # whether this worker replaces an earlier process with the same id
-        # By id of a server without values: time at which this worker noticed that the values are missing.
-        self._unready: dict[int, float] = {}
-        # By server id: JSON object of the server's last WELCOME message; cleared when `_ask` begins.
-        self._welcomes: dict[int, dict[str, Any]] = {}
-        self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
-        self._moved = False  # whether the run has made a step, after which the initial values are out of date
+        began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
+        self.pulls = Pulls(slices, parameters, self.connections, began_with, specification.pulls_changes)
+        answers = self.pulls if specification.pipelined else None
+        self._outgoing = Outgoing(specification, slices, self.connections, self.counters, began_with, answers)
+        self._waiting = Waiting(specification.timeout)
+        self._registration = Registration(self.connections, self.pulls)
+        self._initial_values = InitialValues(specification, slices, parameters, self.connections, incarnation > 0)
         # Version of the first slice's values that this worker pulled last; None before the first pull.
         self._version: int | None = None
         self._last_request = 0  # sequence number of the last push or pull that requested values
@@ -123,18 +83,12 @@ class WorkerRole:
     def initialise(self, optimizer_state: Mapping[str, Any] | None) -> None:
         """Keep the parameters' values as the run's initial values, in case this worker must send them to the servers.
 
-        Only one worker sends the initial values to the servers that have no values yet; see :meth:`_send_first_values`.
+        Only one worker sends the initial values to the servers that have no values yet; see :class:`.InitialValues`.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()``; None if the optimizer has no state.
         """
-        if self._began_with:  # Copy the values: this worker's own steps may change them before they are sent.
-            for value, parameter in zip(self._began_with, self._parameters, strict=True):
-                value.copy_(parameter.detach())
-        states: dict[int, SliceState] = {}
-        if optimizer_state is not None:
-            states = cut_state(self._specification, self._slices, optimizer_state)
-        self._first_values = self._began_with or self._parameters, states
+        self._initial_values.keep(self._outgoing.began_with, optimizer_state)
 
     def join(self, now: float, has: int | None = None) -> Generator[Wait, None, int]:
         """Take part in all steps from the next step on, and pull the parameters.
@@ -147,19 +101,20 @@ class WorkerRole:
         Returns:
             The step with which this worker begins.
         """
-        self._pushed_step = has
+        self._registration.held_step = has
         yield from self.meet(now)
         steps = yield from self._ask_where_to_begin()
         # Without common steps, the worker must not go back to an earlier step. Servers ignore a push whose step is not
         # later than the step of the worker's last push, because such a push counts as a repeated message.
         self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
-        self._moved = self._moved or self.step > 0
-        self._joined, self._first_step, self._has_values, self._pushed_step = True, self.step, False, None
+        if self.step > 0:
+            self._initial_values.outdate()
+        self._registration.enter(self.step)
         self._request(refresh=True)
-        for server in self._servers:
+        for server in self.connections.servers:
             self.hello(server)
         yield self.all_here()
-        self._has_values = True
+        self._registration.happen(WorkerEvent.HAS_VALUES)
         return self.step
 
     def leave(self) -> Generator[Wait]:
@@ -168,8 +123,8 @@ class WorkerRole:
         From then on, the other workers do not wait for this worker.
         """
         yield self.all_here()
-        self._joined = False
-        yield from self._ask(self._servers, joins=False, leaves=True)
+        self._registration.happen(WorkerEvent.LEAVES)
+        yield from self._registration.ask(self.connections.servers, joins=False, leaves=True)
 
     def refresh(self) -> Generator[Wait]:
         """Pull the servers' current values into the parameters."""
@@ -206,7 +161,7 @@ class WorkerRole:
         In modes with common steps, only the live worker with the lowest id chooses, and the other workers follow its
         choice.
         """
-        return not self._specification.aggregates or all(self._id <= worker.id for worker in self.view.workers)
+        return not self._specification.aggregates or self.connections.has_lowest_id
 
     def encode_as(self, compression: PushCompression, pull_compression: PullCompression, level: int) -> None:
         """Set the compressions of pushes and pulls from the next step on.
@@ -231,7 +186,7 @@ class WorkerRole:
             groups: Hyperparameters of each parameter group.
             samples: Number of samples of the worker's batch.
         """
-        if self._pipelined:
+        if self._specification.pipelined:
             self.pulls.begin(self.step + 1)
         self._outgoing.begin(self.step, groups, samples)
         self.counters.samples += samples
@@ -246,7 +201,7 @@ class WorkerRole:
         self.step += 1
         self.counters.steps += 1
         self.pulls.reorder()
-        if self._pipelined:
+        if self._specification.pipelined:
             self._last_request = self.connections.sequence
             return
         self._request(refresh=False)
@@ -255,8 +210,7 @@ class WorkerRole:
 
     def begin_waiting(self, now: float, wait: Wait) -> None:
         """Prepare for a wait that begins now. The silence of servers is counted from `now` on."""
-        self._now = self._next_repeat = now
-        self._repeat = wait.repeat
+        self._waiting.begin(now, wait)
         self.connections.begin_waiting(now)
 
     def on_time(self, now: float) -> None:
@@ -267,15 +221,13 @@ class WorkerRole:
         Raises:
             ServersUnreachableError: A server was silent for too long.
         """
-        if now - self._now > self._stopped_seconds:
-            self.connections.stopped(now, now - self._now)
-        self._now = now
-        if self._repeat is not None and now >= self._next_repeat:
-            self._repeat()
-            self._next_repeat = now + REPEAT_SECONDS
-        for server in self.connections.unanswering(now, self._probe_seconds):
+        stopped = self._waiting.pass_to(now)
+        if stopped:
+            self.connections.stopped(now, stopped)
+        self._waiting.repeat()
+        for server in self.connections.unanswering(now, self._waiting.probe_seconds):
             self.hello(server)
-        self.connections.check(now, self._joined)
+        self.connections.check(now, self._registration.state in TAKES_PART)
 
     def follow(self, now: float, view: View) -> None:
         """Replace the current view by a newer view. A view that is not newer is ignored.
@@ -303,8 +255,8 @@ class WorkerRole:
         refreshing = self.pulls.refreshing
         # The initial values are out of date as soon as the servers have made a step. Two kinds of replies show this:
         # replies with the values after a push, and replies with current values of a version above 0.
-        if not refreshing or header.base > 0:
-            self._moved, self._first_values = True, None
+        if not self._initial_values.outdated and (not refreshing or header.base > 0):
+            self._initial_values.outdate()
         self.counters.bytes_received += len(payload)
         if header.key == 0:
             if self._version is not None and not refreshing:
@@ -323,8 +275,8 @@ class WorkerRole:
             self._send_again(server_keys)
             return
         answered_request = int(values["asked"])
-        self._welcomes[server] = {**values, "step": header.step}
-        self.connections.check_deaf(self._now, server, values["deaf"])
+        self._registration.welcomes[server] = {**values, "step": header.step}
+        self.connections.check_deaf(self._waiting.now, server, values["deaf"])
         # The server received the HELLO after all earlier messages of this worker. If a push or pull has no reply,
         # either the message was lost, or the server keeps the message until the step is complete. WELCOME lists the
         # slices of the kept messages, so send the messages of all other slices again.
@@ -337,54 +289,16 @@ class WorkerRole:
                 # This worker needs no reply from the server. But the server votes on the members of the step, and
                 # cannot vote if the BEGIN message was lost, so send BEGIN again.
                 self._outgoing.begin_again((server,), self.step)
-        if values["ready"] is not False:
-            self._unready.pop(server, None)
-        elif self._moved or values["lost"] or self._waits_in_vain(server):
-            self.connections.lost(server)
-        else:  # The server has no initial values yet, because it is new or was started again before the first step.
-            self._send_first_values(server)
-
-    def _send_first_values(self, server: int) -> None:
-        """Send the initial values of a server's slices to the server, if this worker is responsible for this task.
-
-        The server ignores initial values of slices that already have values.
-        """
-        # The worker with the lowest id sends the values. Workers that replace an earlier process come last, because
-        # most of them do not have initial values.
-        sender = min(((worker.incarnation > 0, worker.id) for worker in self.view.workers), default=None)
-        if self._first_values is not None and sender == (self._replaces, self._id):
-            values, states = self._first_values
-            for key in self.connections.of(server):
-                pieces = [
-                    values[part.parameter].detach().cpu().reshape(-1)[part.start : part.stop]
-                    for part in self._slices[key].parts
-                ]
-                # Copy the values into the payload: a pull may overwrite the parameters before the message is sent.
-                payload = pack_state(states.get(key, [])) + bytes(as_bytes(torch.cat(pieces)))
-                self.connections.send(server, Kind.VALUE, payload, key=key, encoding=Encoding.DENSE)
-
-    def _waits_in_vain(self, server: int) -> bool:
-        """Return whether a server will probably never receive initial values, because no live worker has them.
-
-        This is assumed if this worker replaces another worker, has no initial values, and has waited for longer than
-        the time-out.
-        """
-        since = self._unready.setdefault(server, self._now)
-        return self._replaces and self._first_values is None and self._now - since > self._specification.timeout
+        self._initial_values.on_welcome(self._waiting.now, server, values)
 
     # Registration with the servers
 
     def meet(self, now: float) -> Generator[Wait]:
         """Wait until all servers are members, and each of them has replied to this worker's HELLO."""
         self.connections.begin_meeting(now)
-        yield Wait(lambda: not self.connections.met(self._now))
+        yield Wait(lambda: not self.connections.met(self._waiting.now))
         self._place()
-        yield from self._ask(self._servers, joins=False)
-
-    @property
-    def _servers(self) -> set[int]:
-        """Ids of the servers in the current view."""
-        return {server.id for server in self.view.servers}
+        yield from self._registration.ask(self.connections.servers, joins=False)
 
     def _ask_where_to_begin(self) -> Generator[Wait, None, list[int]]:
         """Ask the servers which step this worker begins with, and return the steps in their replies.
@@ -394,59 +308,11 @@ class WorkerRole:
         aggregates = self._specification.aggregates
         while True:
             # The leader may die before it replies, or a different server may become the leader. Then ask again.
-            leaders = {server for server, welcome in self._welcomes.items() if welcome["leader"] is True}
-            answers = yield from self._ask(leaders if aggregates else self._servers, joins=True)
+            asked = self._registration.leaders if aggregates else self.connections.servers
+            answers = yield from self._registration.ask(asked, joins=True)
             if answers and (not aggregates or all(answer["leader"] is True for answer in answers.values())):
                 return [welcome["step"] for welcome in answers.values()]
-            yield from self.meet(self._now)
-
-    def _ask(
-        self, servers: set[int], joins: bool, leaves: bool = False
-    ) -> Generator[Wait, None, dict[int, dict[str, Any]]]:
-        """Send HELLO messages to some servers until each live server among them has replied with WELCOME.
-
-        Args:
-            servers: Ids of the servers.
-            joins: Whether this worker joins.
-            leaves: Whether this worker leaves.
-
-        Returns:
-            By server id: the JSON object of the server's WELCOME. The field `step` is added from the message's header.
-        """
-        requests: set[int] = set()
-        self._welcomes = {}
-
-        def ask() -> None:
-            for server in servers & self._servers:
-                self._send_hello(server, NO_STEP, joins, leaves=leaves)
-                requests.add(self.connections.sequence)
-
-        def answers() -> dict[int, dict[str, Any]]:
-            # Ignore a WELCOME that replies to an earlier HELLO or to a probe, because it may contain a different step.
-            return {
-                server: welcome
-                for server, welcome in self._welcomes.items()
-                if server in servers and welcome["asked"] in requests
-            }
-
-        yield Wait(lambda: bool(servers & self._servers - answers().keys()), ask)
-        return answers()
-
-    def _send_hello(
-        self, server: int, step: int, joins: bool, answered: Sequence[int] = (), leaves: bool = False
-    ) -> None:  # fmt: skip
-        fields: dict[str, Any] = {
-            "joins": joins,
-            "leaves": leaves,
-            "first": self._first_step,
-            "given": self._has_values,
-            "request": self.pulls.step if self.pulls.pending else None,
-            "has": self._pushed_step,
-        }
-        self.connections.send(
-            server, Kind.HELLO, pack_keys(answered), json=fields, step=step, base=self.view.number,
-            encoding=Encoding.KEYS,
-        )  # fmt: skip
+            yield from self.meet(self._waiting.now)
 
     def hello(self, server: int) -> None:
         """Probe a server with a HELLO message, which reports a step of this worker.
@@ -454,16 +320,17 @@ class WorkerRole:
         As long as pushes of the last finished step have no reply, the message reports that step. Once all these pushes
         have a reply, the message reports the next step. Before this worker has joined, the message reports `NO_STEP`.
         """
-        if not self._joined:
-            self._send_hello(server, NO_STEP, False)
+        state = self._registration.state
+        if state not in TAKES_PART:
+            self._registration.send_hello(server, NO_STEP, False)
             return
         step, server_keys, answered = self.step, self.connections.of(server), list[int]()
-        if not self._has_values:
+        if state == WorkerState.ENTERING:
             answered = [key for key in server_keys if key not in self.pulls.pending]
         elif self._outgoing.unanswered and self.pulls.pending and not self.pulls.refreshing:
             step -= 1
             answered = [key for key in server_keys if key not in self._outgoing.unanswered]
-        self._send_hello(server, step, True, answered)
+        self._registration.send_hello(server, step, True, answered)
 
     # Requests for values, and messages that are sent again
 
@@ -473,8 +340,8 @@ class WorkerRole:
         If a slice has a new primary, the pushes and pulls of the slice that have no reply are sent to the new primary.
         """
         moved = self.connections.place()
-        if self._joined:
-            for server in self._servers:
+        if self._registration.state in TAKES_PART:
+            for server in self.connections.servers:
                 self.hello(server)
         self._send_again(moved)
 
@@ -486,6 +353,6 @@ class WorkerRole:
     def _send_again(self, keys: list[int]) -> None:
         self._outgoing.send_again(keys, self.step)
         # If each push also requests the slice's new values, the repeated pushes above are enough.
-        if not self._pipelined or self.pulls.refreshing:
+        if not self._specification.pipelined or self.pulls.refreshing:
             self.pulls.send_again(keys)
         self._last_request = self.connections.sequence

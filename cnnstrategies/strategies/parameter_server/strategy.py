@@ -25,7 +25,7 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.optimizer_state import renumber_state
 from cnnstrategies.paramserver.specification import Mode, PullCompression, PushCompression, Specification
-from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealing import Dealing

@@ -12,7 +12,8 @@ from cnnstrategies.paramserver.messages import Effects, Encoding, Header, Kind, 
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
+from cnnstrategies.paramserver.worker.connections import Wait
+from cnnstrategies.paramserver.worker.worker import WorkerRole
 from simulation.data.watch import Watch, gradient, rate
 from simulation.plane import ViolationError
 from simulation.world import World

@@ -1,0 +1,160 @@
+"""A worker's registration with the servers: HELLO messages, the servers' replies, and whether the worker takes part.
+
+docs/development/states.md draws the table `REGISTRATION`.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from cnnstrategies.paramserver.core.node import StateTable
+from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Kind, pack_keys
+from cnnstrategies.paramserver.worker.connections import Connections, Wait
+from cnnstrategies.paramserver.worker.pulls import Pulls
+
+
+class WorkerState(StrEnum):
+    """States of a worker's registration with the servers.
+
+    Attributes:
+        OUTSIDE: The worker has not taken part in steps yet.
+        ENTERING: The worker takes part, and waits for the values with which its first step begins.
+        TRAINING: The worker takes part, and has had the values of its first step.
+        AWAY: The worker has left, at the end of the run, or in mode ssp at the end of an epoch.
+    """
+
+    OUTSIDE = "outside"
+    ENTERING = "entering"
+    TRAINING = "training"
+    AWAY = "away"
+
+
+class WorkerEvent(StrEnum):
+    """Events that change the state of a worker's registration.
+
+    Attributes:
+        LEARNS_ITS_STEP: The servers have replied with the step with which the worker begins.
+        HAS_VALUES: The values of all parameters have arrived.
+        LEAVES: The worker leaves.
+    """
+
+    LEARNS_ITS_STEP = "learns its step"
+    HAS_VALUES = "has values"
+    LEAVES = "leaves"
+
+
+REGISTRATION = StateTable(
+    "registration of a worker",
+    WorkerState.OUTSIDE,
+    {
+        WorkerState.OUTSIDE: {
+            WorkerEvent.LEARNS_ITS_STEP: WorkerState.ENTERING,
+            WorkerEvent.LEAVES: WorkerState.OUTSIDE,
+        },
+        WorkerState.ENTERING: {
+            WorkerEvent.HAS_VALUES: WorkerState.TRAINING,
+            WorkerEvent.LEAVES: WorkerState.OUTSIDE,
+        },
+        WorkerState.TRAINING: {WorkerEvent.LEAVES: WorkerState.AWAY},
+        WorkerState.AWAY: {
+            WorkerEvent.LEARNS_ITS_STEP: WorkerState.ENTERING,
+            WorkerEvent.LEAVES: WorkerState.AWAY,
+        },
+    },
+)
+TAKES_PART = frozenset({WorkerState.ENTERING, WorkerState.TRAINING})  # states in which the servers count on the worker
+HAS_HAD_VALUES = frozenset({WorkerState.TRAINING, WorkerState.AWAY})
+
+
+class Registration:
+    """A worker's registration with the servers.
+
+    Args:
+        connections: Connections to the servers.
+        pulls: The worker's requests for parameters.
+
+    Attributes:
+        state: State of the registration; see `REGISTRATION`.
+        welcomes: By server id: JSON object of the server's last WELCOME message, with the message's step as `step`.
+            Cleared when :meth:`ask` begins.
+        held_step: While the worker joins: the step whose gradients it already has; None if there is no such step.
+    """
+
+    def __init__(self, connections: Connections, pulls: Pulls) -> None:
+        self.state = REGISTRATION.start
+        self.welcomes: dict[int, Mapping[str, Any]] = {}
+        self.held_step: int | None = None
+        self._first_step = 0  # the first step in which this worker took part
+        self._connections = connections
+        self._pulls = pulls
+
+    @property
+    def leaders(self) -> set[int]:
+        """Ids of the servers that have replied that they are the leader."""
+        return {server for server, welcome in self.welcomes.items() if welcome["leader"] is True}
+
+    def enter(self, step: int) -> None:
+        """Take part from a step on."""
+        self.happen(WorkerEvent.LEARNS_ITS_STEP)
+        self._first_step, self.held_step = step, None
+
+    def happen(self, event: WorkerEvent) -> None:
+        """Change the state after an event."""
+        self.state = REGISTRATION.after(self.state, event)
+
+    def ask(
+        self, servers: set[int], joins: bool, leaves: bool = False
+    ) -> Generator[Wait, None, dict[int, Mapping[str, Any]]]:
+        """Send HELLO messages to some servers until each live server among them has replied with WELCOME.
+
+        Args:
+            servers: Ids of the servers.
+            joins: Whether this worker joins.
+            leaves: Whether this worker leaves.
+
+        Returns:
+            By server id: the JSON object of the server's WELCOME, as in :attr:`welcomes`.
+        """
+        requests: set[int] = set()
+        self.welcomes = {}
+
+        def ask() -> None:
+            for server in servers & self._connections.servers:
+                self.send_hello(server, NO_STEP, joins, leaves=leaves)
+                requests.add(self._connections.sequence)
+
+        def answers() -> dict[int, Mapping[str, Any]]:
+            # Ignore a WELCOME that replies to an earlier HELLO or to a probe, because it may contain a different step.
+            return {
+                server: welcome
+                for server, welcome in self.welcomes.items()
+                if server in servers and welcome["asked"] in requests
+            }
+
+        yield Wait(lambda: bool(servers & self._connections.servers - answers().keys()), ask)
+        return answers()
+
+    def send_hello(
+        self, server: int, step: int, joins: bool, answered: Sequence[int] = (), leaves: bool = False
+    ) -> None:  # fmt: skip
+        """Send a HELLO message to a server.
+
+        Args:
+            server: Id of the server.
+            step: The step that the message reports; `NO_STEP` for none.
+            joins: Whether this worker takes part in steps.
+            answered: Keys of the slices whose values have arrived.
+            leaves: Whether this worker leaves.
+        """
+        fields: dict[str, Any] = {
+            "joins": joins,
+            "leaves": leaves,
+            "first": self._first_step,
+            "given": self.state in HAS_HAD_VALUES,
+            "request": self._pulls.step if self._pulls.pending else None,
+            "has": self.held_step,
+        }
+        self._connections.send(
+            server, Kind.HELLO, pack_keys(answered), json=fields, step=step, base=self._connections.view.number,
+            encoding=Encoding.KEYS,
+        )  # fmt: skip
