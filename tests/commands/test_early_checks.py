@@ -16,14 +16,16 @@ from lightning.pytorch.strategies import StrategyRegistry
 from PIL import Image
 
 from cnnstrategies import ConfigurationError, data
-from cnnstrategies.commands.arguments import recipes
+from cnnstrategies.commands.arguments import early_devices, recipes
 from cnnstrategies.commands.arguments.command import Configuration
 from cnnstrategies.commands.arguments.definitions import AbsentError, UnknownError, definition_of, parameters_in
 from cnnstrategies.commands.arguments.early_checks import check_early
+from cnnstrategies.commands.arguments.early_devices import check_accelerator
 from cnnstrategies.commands.arguments.early_values import DATA, PRECISIONS
 from cnnstrategies.commands.arguments.keys import HOMES, configured_keys
 from cnnstrategies.commands.arguments.options import COMMANDS
-from cnnstrategies.commands.run.errors import parameters_of
+from cnnstrategies.commands.run.errors import explain_parse_error, parameters_of
+from cnnstrategies.commands.run.imports import check_imports
 
 NETWORK = "--model.init_args.network"
 FOLDER = "--data ImageFolderDataModule --data.init_args.root"
@@ -34,6 +36,9 @@ FILES = {
     "no_class.yaml": "model:\n  init_args:\n    num_classes: 10\n",
     "optimizer.yaml": "model: {init_args: {optimizer: {class_path: torch.optim.SDG, init_args: {lr: 0.1}}}}",
     "callbacks.yaml": "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitr: val_loss}}]}",
+    "syntax.py": "import torch\nclass Lit(torch.nn.Module)\n    pass\n",
+    "needs.py": "import math, json.decoder\nimport torchvison.models as models\nclass Lit:\n    pass\n",
+    "nested.yaml": "fit:\n  trainer:\n    max_epochs: 3\n",
     "mine.py": "from lightning.pytorch import LightningModule\nclass Lit(LightningModule):\n    pass\n",
 }
 # By words that are added to `fit --config quickstart`: the error message, or its beginning.
@@ -70,6 +75,30 @@ MISTAKES = {
         "model.init_args.optimizer: cannot use 'torch.optim.SDG': module 'torch.optim' has no attribute 'SDG'; did you "
         "mean 'SGD'?"
     ),
+    "--model syntax.Lit": ("model: cannot use 'syntax.Lit': expected ':', in syntax.py:2: class Lit(torch.nn.Module)"),
+    f"{NETWORK} needs.Lit": (
+        "model.init_args.network: cannot use 'needs.Lit': there is no module 'torchvison': install the package that "
+        "contains it; did you mean 'torchvision'?, in needs.py:2: import torchvison.models as models"
+    ),
+    "--model timm.create_model": (
+        "model: 'timm.create_model' is a network and not a LightningModule: give --model ImageClassifier "
+        "--model.init_args.network timm.create_model --model.init_args.network.init_args.model_name NAME, or"
+    ),
+    "--trainer.accelerator mps": "trainer.accelerator: 'mps' is for macOS: to run on this machine, use --trainer.acc",
+    "--data.batch_size 32": (
+        "data.init_args.batch_size=32 (for each process) and data.init_args.global_batch_size=64 (for all processes) "
+        "are both set: set one of them, and the other to null"
+    ),
+    "--trainer.accumulate_grad_batches 65": (
+        "data.init_args.global_batch_size=64 is less than one sample for each of 2 processes x trainer.accumulate_grad_"
+        "batches=65 batches: set it to at least 130, or accumulate fewer batches"
+    ),
+    "--trainer.callbacks+=GradientAccumulationScheduler --trainer.callbacks.scheduling {0:2}": (
+        "global_batch_size cannot be used with GradientAccumulationScheduler, which changes the number of samples in"
+    ),
+    "--config nested.yaml": "unknown key fit: put the keys below fit at the top level; see `cnnstrategies fit --he",
+    "--optimizer torch.optim.SGD": "unknown key optimizer; did you mean 'model.init_args.optimizer'?; see `cnn",
+    "--config other.yaml": "config: there is no file and no configuration with the name 'other.yaml'; the folder has ",
     "--trainer.max_epoch 3": "unknown key trainer.max_epoch: Trainer has no 'max_epoch'; did you mean 'max_epochs'?",
     "--trainer.gpus 2": "unknown key trainer.gpus; did you mean 'trainer.devices'?",
     "--epochs 3": "unknown key epochs; did you mean 'trainer.max_epochs'?; see `cnnstrategies fit --help_full`",
@@ -177,8 +206,10 @@ def test_every_named_configuration_passes():
 
 MINE = """
 import functools
+import sys
 from torch import nn
 from cnnstrategies import ImageClassifier
+sys.path.append("elsewhere")
 from unknown_package import Base
 
 class Counts(ImageClassifier):
@@ -231,12 +262,24 @@ RIGHT = (
     "--print_config --trainer.devices=3 --trainer.strategy=hybrid_pipeline --trainer.strategy.replicas=[2,2]",
     "--ckpt_path last",
     "--weights_only true",
+    "--trainer.accumulate_grad_batches 32",
+    "--trainer.accumulate_grad_batches 64 --trainer.strategy hybrid_pipeline",
+    "--data.global_batch_size null --data.batch_size 8 --trainer.accumulate_grad_batches 300",
+    "--model paths.Lit",
+    "--model optional.Lit",
 )
+# Modules whose imports may work although the modules are not found yet.
+ELSEWHERE = {
+    "paths.py": "import sys\nimport mine\nimport found_by_mine\nclass Lit: pass\n",
+    "optional.py": "import sys\ntry:\n    import absent\nexcept ImportError:\n    pass\n"
+    "from torch import _C, Tensor\nfrom torchvision import io, datasets as sets\nclass Lit: pass\n",
+}
 
 
 @pytest.mark.light
 def test_what_the_parser_accepts_or_the_sources_do_not_show_is_not_refused(monkeypatch):
-    Path("mine.py").write_text(MINE)
+    for name, text in {"mine.py": MINE, **ELSEWHERE}.items():
+        Path(name).write_text(text)
     monkeypatch.syspath_prepend(Path.cwd())
     for words in RIGHT:
         check("--config=quickstart", *words.split())
@@ -300,3 +343,35 @@ def test_a_key_that_is_twice_in_a_list_is_refused():
         configured_keys(["--config=run.yaml"])
     Path("other.yaml").write_text("trainer:\n  callbacks:\n  - class_path: A\n  - class_path: B\n")
     assert [key.value for key in configured_keys(["--config=other.yaml"])][-2:] == ["A", "B"]
+
+
+@pytest.mark.light
+def test_a_gpu_is_refused_before_torch_is_asked_only_where_there_is_none(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")  # The check leaves the question to torch if it is imported.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(early_devices, "_has_driver", lambda: False)
+    for accelerator in ("cpu", "auto", "tpu"):
+        check_accelerator({"trainer.accelerator": accelerator}, Path.cwd())
+    with pytest.raises(ConfigurationError, match=r"'gpu' needs a GPU, and this machine has no driver of a GPU: .*=cpu"):
+        check_accelerator({"trainer.accelerator": "gpu"}, Path.cwd())
+    Path("nvidiactl").touch()
+    check_accelerator({"trainer.accelerator": "gpu"}, Path.cwd())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="'cuda' needs a GPU, and the environment variable CUDA_VISIBLE_DEV"):
+        check_accelerator({"trainer.accelerator": "cuda"}, Path.cwd())
+
+
+@pytest.mark.light
+def test_a_module_that_fails_in_its_import_shows_the_users_line(monkeypatch):
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("fails.py").write_text("import torch\nimport fails_below\n")
+    Path("fails_below.py").write_text("import json\nVALUES = json.loads('[1, 2')\n")
+    Path("plain.py").write_text("import torch\nclass Net(torch.nn.Module):\n    pass\n")
+    line = r"model: cannot use 'fails.Lit': JSONDecodeError: .*, in fails_below.py:2: VALUES = json.loads\('\[1, 2'\)$"
+    with pytest.raises(ConfigurationError, match=line):
+        check_imports(configured_keys(["--model=fails.Lit"]))
+    check_imports(configured_keys(["--model=absent.Lit", "--data=DigitsDataModule", "--trainer.logger=no.such"]))
+    message = 'Parser key "model":\n  Does not validate against any of the Union subtypes\n  Given value: plain.Net'
+    assert explain_parse_error(message, []).startswith(
+        "model: 'plain.Net' is a network and not a LightningModule: give"
+    )

@@ -70,12 +70,10 @@ REFUSED = {
     "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt does not fit the network of `model`: "],
     "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
     "fit --model=mine.Litt": ["model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'"],
-    "fit --model=broken.Lit": ["model: cannot use 'broken.Lit': invalid syntax (broken.py, line 1)"],
+    "fit --model=broken.Lit": ["model: cannot use 'broken.Lit': invalid syntax, in broken.py:1: class Lit(:"],
     "fit --model=mine.Counts": ["ZeroDivisionError: division by zero, in Counts.__init__ (mine.py:"],
     "fit --model=mine.Wraps": ["model: mine.Wraps needs model and head: give --model.model and --model.head"],
-    "fit --model=torch.nn.ReLU": [
-        "model: 'torch.nn.ReLU' is not accepted; it must be LightningModule or null (of lightning.pytorch, and not"
-    ],
+    "fit --model=torch.nn.ReLU": ["model: 'torch.nn.ReLU' is a network and not a LightningModule: give --model Image"],
     f"fit {NETWORK}=torchvision.models.resnet18 {NETWORK}.init_args.weights=DEFAULT {COLOURED}": [
         "weights: these weights are for 1000 classes, but num_classes=10: to keep them and replace the last layer, use "
         "class_path: cnnstrategies.pretrained.pretrained with the network's name"
@@ -107,7 +105,7 @@ REFUSED = {
         "datasets",
         "data.init_args.root",
     ],
-    "fit --trainer.accelerator=gpu": [
+    "fit --trainer.accelerator=gpu": [  # Here torch is imported; else the check before its import would refuse.
         "No supported gpu backend found: to run on this machine, use --trainer.accelerator=cpu"
     ],
     "fit --trainer.logger=WandbLogger": ["lightning.pytorch.loggers.WandbLogger: a package is missing: pip install '"],

@@ -84,6 +84,23 @@ def definition_of(path: str, steps: int = MOST_STEPS) -> Definition:
         AbsentError: A module of the path does not exist, or has no such name.
         UnknownError: The source files do not show the definition.
     """
+    module, file, rest = _module_in(path)
+    if len(rest) != 1 or file is None or file.suffix != ".py" or steps == 0:
+        raise UnknownError(path)
+    return _member(module, file, rest[0], steps)
+
+
+def file_of(path: str) -> Path | None:
+    """Return the source file of the module in the import path of a class; None if the file cannot be found."""
+    try:
+        _, file, rest = _module_in(path)
+    except (AbsentError, UnknownError):
+        return None
+    return file if len(rest) == 1 and file is not None and file.suffix == ".py" else None
+
+
+def _module_in(path: str) -> tuple[str, Path | None, list[str]]:
+    """Return the longest beginning of an import path that is a module, the module's file, and the rest of the path."""
     first, *rest = path.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -100,9 +117,7 @@ def definition_of(path: str, steps: int = MOST_STEPS) -> Definition:
             break
         folders = [str(below.parent)] if below.name == "__init__.py" else []
         module, file = f"{module}.{rest.pop(0)}", str(below)
-    if len(rest) != 1 or not (file or "").endswith(".py") or steps == 0:
-        raise UnknownError(path)
-    return _member(module, Path(str(file)), rest[0], steps)
+    return module, None if file is None else Path(file), rest
 
 
 @functools.cache

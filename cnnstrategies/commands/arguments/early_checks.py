@@ -20,7 +20,9 @@ from cnnstrategies.commands.arguments.definitions import (
     method_parameters,
     parameters_in,
 )
-from cnnstrategies.commands.arguments.early_values import check_values, values_of
+from cnnstrategies.commands.arguments.early_devices import RUNS_HERE, check_accelerator
+from cnnstrategies.commands.arguments.early_sources import check_source
+from cnnstrategies.commands.arguments.early_values import check_batches, check_values, values_of
 from cnnstrategies.commands.arguments.keys import (
     HOMES,
     NESTED,
@@ -29,6 +31,7 @@ from cnnstrategies.commands.arguments.keys import (
     SECTIONS,
     ConfiguredKey,
     accepted,
+    as_network,
     closest,
     configured_keys,
     misspelt,
@@ -51,8 +54,11 @@ OF_OTHERS = {
     **dict.fromkeys(("lr", "learning_rate"), "model.init_args.optimizer.init_args.lr"),
     "batch_size": "data.init_args.batch_size",
     "seed": "seed_everything",
+    **{name: f"model.init_args.{name}" for name in ("optimizer", "lr_scheduler", "network")},
 }
 TRAINER = "lightning.pytorch.Trainer"
+# Beginnings of the import paths of networks, which are not LightningModules.
+OF_NETWORKS = ("cnnstrategies.networks.", "cnnstrategies.pretrained.", "torchvision.models.", "timm.", "torch.nn.")
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None), "Tensor": ()}
 
 
@@ -76,6 +82,7 @@ def check_early(command: str, arguments: Sequence[str], options: Sequence[str] |
             raise ConfigurationError(none_given(SECTIONS - sections))
     for key in keys:
         if _names_class(key):
+            _check_network(key)
             _check_class(key, foreign)
     _check_class_paths(keys)
     for key in keys:
@@ -84,6 +91,9 @@ def check_early(command: str, arguments: Sequence[str], options: Sequence[str] |
         return
     values = values_of(keys)
     check_values(values, foreign)
+    check_batches(values, keys)
+    if command in RUNS_HERE:
+        check_accelerator(values)
     if options is not None and isinstance(values.get("ckpt_path"), str):
         keywords = CHECKPOINT_KEYWORDS[:2] if command in ("quantize", "export") else CHECKPOINT_KEYWORDS
         check_checkpoint(values["ckpt_path"], keywords, values.get("trainer.default_root_dir"))
@@ -100,6 +110,7 @@ def _check_section(path: str, command: str, names: Sequence[str]) -> None:
     except (AbsentError, UnknownError):
         return
     hint = f"; did you mean {OF_OTHERS[name]!r}?" if name in OF_OTHERS else accepted(name, names)
+    hint = f": put the keys below {name} at the top level" if name == command else hint
     raise ConfigurationError(f"unknown key {path}{hint}; see `cnnstrategies {command} --help_full`")
 
 
@@ -132,7 +143,16 @@ def _definition(name: str) -> Definition:
     raise AbsentError(f"there is no class {name!r}", name, names)
 
 
+def _check_network(key: ConfiguredKey) -> None:
+    """Raise a ConfigurationError if the section ``model`` names a network in place of a LightningModule."""
+    where = key.path.removesuffix(".class_path")
+    if where == "model" and key.value.startswith(OF_NETWORKS):
+        raise ConfigurationError(as_network(key.value))
+
+
 def _check_class(key: ConfiguredKey, foreign: bool) -> None:
+    if "." in key.value and key.value.partition(".")[0] not in KNOWN:
+        check_source(key.path.removesuffix(".class_path"), key.value)
     try:
         _definition(key.value)
     except UnknownError:

@@ -98,6 +98,40 @@ def _check_trainer(values: Mapping[str, Any], foreign: bool) -> None:
         raise ConfigurationError(f"trainer.strategy: unknown strategy {strategy!r}{guess}")
 
 
+def check_batches(values: Mapping[str, Any], keys: Sequence[ConfiguredKey]) -> None:
+    """Raise a ConfigurationError if a global batch cannot be divided into the batches that a step accumulates.
+
+    Args:
+        values: Values by key.
+        keys: The keys of the configuration, in which several callbacks may have the same path.
+    """
+    samples, batches = values.get("data.init_args.global_batch_size"), values.get("trainer.accumulate_grad_batches")
+    if type(samples) is not int or not _class(values, "data"):
+        return
+    if type(size := values.get("data.init_args.batch_size")) is int:
+        raise ConfigurationError(
+            f"data.init_args.batch_size={size} (for each process) and data.init_args.global_batch_size={samples} (for "
+            f"all processes) are both set: set one of them, and the other to null"
+        )
+    callbacks = [str(key.value) for key in keys if key.path.startswith("trainer.callbacks")]
+    if any(name.rpartition(".")[2] == "GradientAccumulationScheduler" for name in callbacks):
+        raise ConfigurationError(
+            "global_batch_size cannot be used with GradientAccumulationScheduler, which changes the number of samples "
+            "in a step: set data.init_args.batch_size (for each process), and data.init_args.global_batch_size=null"
+        )
+    devices, nodes = values.get("trainer.devices"), values.get("trainer.num_nodes", 1)
+    alike = str(values.get("trainer.strategy")).startswith("ddp")  # Other strategies may load data in fewer processes.
+    processes = devices * nodes if alike and type(devices) is int and type(nodes) is int and devices > 0 else 1
+    batches = batches if type(batches) is int else 1
+    if samples < processes * batches:
+        by = f"trainer.accumulate_grad_batches={batches} batches"
+        by = f"{processes} processes x {by}" if processes > 1 else by
+        raise ConfigurationError(
+            f"data.init_args.global_batch_size={samples} is less than one sample for each of {by}: set it to at least "
+            f"{processes * batches}, or accumulate fewer batches"
+        )
+
+
 def _check_pipeline(values: Mapping[str, Any]) -> None:
     strategy = str(values.get("trainer.strategy.class_path", values.get("trainer.strategy")))
     replicas = values.get("trainer.strategy.init_args.replicas", values.get("trainer.strategy.replicas"))

@@ -208,6 +208,20 @@ def none_given(sections: Set[str]) -> str:
     return f"{subject} missing: give {classes}, or a configuration that has {missing}, as in --config quickstart"
 
 
+def as_network(path: str) -> str:
+    """Return the error message for a section ``model`` that names a network, with the key for the network.
+
+    Args:
+        path: Import path of the network's class or function.
+    """
+    key = "--model.init_args.network"
+    name = f" {key}.init_args.model_name NAME" if path == "timm.create_model" else ""
+    return (
+        f"model: {path!r} is a network and not a LightningModule: give --model ImageClassifier {key} {path}{name}, or "
+        "a LightningModule of your own"
+    )
+
+
 def closest(value: str, names: Sequence[str]) -> str:
     """Return ``; did you mean 'NAME'?`` with the accepted name that is most similar to a value.
 

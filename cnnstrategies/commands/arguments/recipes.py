@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cnnstrategies.commands.arguments.keys import accepted
+from cnnstrategies.commands.arguments.keys import closest
 from cnnstrategies.commands.arguments.refuse import show
 from cnnstrategies.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from cnnstrategies.commands.arguments.options import ConfigsOptions
 
+MOST_FILES = 5  # Largest number of files that an error message lists.
 FOLDER = Path(__file__).parents[2] / "configs"
 
 
@@ -36,8 +37,16 @@ def find(file_or_name: str) -> Path:
     name = re.sub(r"^(?:\./)?(?:configs/)?(.*?)(?:\.yaml)?$", r"\1", file_or_name)
     if name in names():
         return FOLDER / f"{name}.yaml"
+    guess = closest(name, names())
+    folder = Path(file_or_name).parent
+    files = sorted(str(file) for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
+    if guess == ";" and files:
+        guess = closest(file_or_name, files)
+        shown = f"{', '.join(files[:MOST_FILES])}{', ...' if len(files) > MOST_FILES else ''}"
+        guess = guess if guess != ";" else f"; the folder has {shown};"
     raise ConfigurationError(
-        f"config: there is no file and no configuration with the name {file_or_name!r}{accepted(name, names())}"
+        f"config: there is no file and no configuration with the name {file_or_name!r}{guess} `cnnstrategies configs` "
+        "lists the configurations"
     )
 
 

@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch import nn
 
 from cnnstrategies.commands.arguments.keys import (
     ACCELERATORS,
@@ -20,6 +21,7 @@ from cnnstrategies.commands.arguments.keys import (
     SECTIONS,
     ConfiguredKey,
     accepted,
+    as_network,
     configured_keys,
     misspelt,
     none_given,
@@ -192,12 +194,20 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
             why = raised[1].removeprefix("Not of type timedelta: ")
             return f"{where}cannot use {value!r}: {why}"
+        if key == "model" and _is_network(located(value)):
+            return as_network(value)
         return f"{where}{value!r} is not accepted; it must be {expected}{OF_LIGHTNING * (key in SECTIONS)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
         value, expected = in_one_line(match[2]), _types(match[1])
         expected = f"a list, as in [{value}]" if expected == "list" else expected
         return f"{where}{value!r} is not accepted; it must be {expected}"
     return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
+
+
+def _is_network(target: Any) -> bool:
+    """Return whether an object is a function, or a class of networks that is not a LightningModule of any package."""
+    is_module = isinstance(target, type) and issubclass(target, nn.Module) and not hasattr(target, "training_step")
+    return is_module or inspect.isfunction(target)
 
 
 def _meant(name: str, others: Sequence[str] = ()) -> str:

@@ -35,6 +35,7 @@ from cnnstrategies.commands.run.errors import (
     parameters_of,
 )
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error
+from cnnstrategies.commands.run.imports import check_imports
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.ownership import owns_folders
 from cnnstrategies.commands.run.parser import ArgumentParser
@@ -153,6 +154,7 @@ class CLI(LightningCLI):
         arguments = sys.argv[1:] = with_help_of_class(sys.argv[1:])
         keys = configured_keys(arguments)
         check_recipe_names(keys)
+        check_imports(keys)
         check_strategy_class(keys)
         check_names(keys)
         check_nulls(keys)
