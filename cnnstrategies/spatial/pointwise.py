@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 NAMES = {
     "alias", "clone", "copy_", "detach", "detach_", "elu_backward", "empty_like", "fill_", "floor_divide", "full_like",
     "hardshrink_backward", "hardsigmoid_backward", "hardswish", "hardswish_", "hardswish_backward", "hardtanh_backward",
-    "imag", "leaky_relu_backward", "lift_fresh", "log_sigmoid_backward", "log_sigmoid_forward", "mish_backward",
-    "native_dropout_backward", "ones_like", "_prelu_kernel", "_prelu_kernel_backward", "real", "rsub",
-    "softplus_backward", "softshrink_backward", "_to_copy", "zero_", "zeros_like",
+    "imag", "leaky_relu", "leaky_relu_", "leaky_relu_backward", "lift_fresh", "log_sigmoid_backward",
+    "log_sigmoid_forward", "mish_backward", "native_dropout_backward", "ones_like", "_prelu_kernel",
+    "_prelu_kernel_backward", "real", "rsub", "softplus_backward", "softshrink_backward", "_to_copy", "zero_",
+    "zeros_like",
 }  # fmt: skip
 
 
