@@ -99,6 +99,7 @@ MISTAKES = {
     "--config nested.yaml": "unknown key fit: put the keys below fit at the top level; see `cnnstrategies fit --he",
     "--optimizer torch.optim.SGD": "unknown key optimizer; did you mean 'model.init_args.optimizer'?; see `cnn",
     "--config other.yaml": "config: there is no file and no configuration with the name 'other.yaml'; the folder has ",
+    "--config taps.yaml": "config: there is no file and no configuration with the name 'taps.yaml'; did you mean 'tabs",
     "--trainer.max_epoch 3": "unknown key trainer.max_epoch: Trainer has no 'max_epoch'; did you mean 'max_epochs'?",
     "--trainer.gpus 2": "unknown key trainer.gpus; did you mean 'trainer.devices'?",
     "--epochs 3": "unknown key epochs; did you mean 'trainer.max_epochs'?; see `cnnstrategies fit --help_full`",

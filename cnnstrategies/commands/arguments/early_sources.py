@@ -85,7 +85,9 @@ def _mistakes(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
 def _absent(module: str, names: Sequence[str]) -> Iterator[str]:
     """Yield a reason for each name that a module of a known package does not have."""
     file = file_of(f"{module}.*")
-    for name in names if module.partition(".")[0] in KNOWN and file is not None else ():
+    if module.partition(".")[0] not in KNOWN or file is None:
+        return
+    for name in names:
         try:
             definition_of(f"{module}.{name}")
         except UnknownError:

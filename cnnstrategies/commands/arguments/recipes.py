@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,9 @@ def find(file_or_name: str) -> Path:
     folder = Path(file_or_name).parent
     files = sorted(str(file) for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
     if guess == ";" and files:
-        guess = closest(file_or_name, files)
+        like = {file: SequenceMatcher(None, Path(file).stem, Path(name).stem).ratio() for file in files}
+        best = max(files, key=lambda file: like[file])
+        guess = f"; did you mean {best!r}?" if like[best] > 0.6 else ";"
         shown = f"{', '.join(files[:MOST_FILES])}{', ...' if len(files) > MOST_FILES else ''}"
         guess = guess if guess != ";" else f"; the folder has {shown};"
     raise ConfigurationError(

@@ -32,7 +32,7 @@ def check_imports(keys: Sequence[ConfiguredKey]) -> None:
         try:
             pydoc.locate(path)
         except pydoc.ErrorDuringImport as failure:
-            error = failure.value
+            error: BaseException = failure.value or failure
             if shows_tracebacks():
                 raise error from None
             where = f"{key.path.removesuffix('.class_path')}: cannot use {path!r}"
