@@ -43,11 +43,11 @@ def line_about(change: SlowChange, kind: StepKind, me: str) -> str:
         text = f"the own work of {subject} takes {times}"
         remedy = ALL_RANKS if is_alone or len(change.ranks) == change.world > 1 else remedy
     elif change.part == "data":
-        text = f"{subject} waits for the data loader {times}"
+        text = f"{subject} waits {times} for the data loader"
     elif change.part == "rest":
         text = f"{subject} is busy between the steps for {times}"
     elif change.part == "waited" and kind == "worker":
-        text, remedy = f"{subject} waits for the servers {times}", REMEDIES["servers"]
+        text, remedy = f"{subject} waits {times} for the servers", REMEDIES["servers"]
     elif change.part == "waited":
         text = f"no rank's own work takes longer, but the ranks wait {times} for messages"
     else:

@@ -114,7 +114,7 @@ USUAL = {"compute": 0.2, "data": 0.01, "rest": 0.01, "waited": 0.02}
     [
         ({1: {"compute": 0.1}}, "the own work of rank 1 takes 300 ms (200 ms before)"),
         ({rank: {"compute": 0.1} for rank in range(3)}, "the own work of each rank takes 300 ms (200 ms before)"),
-        ({2: {"data": 0.1}}, "rank 2 waits for the data loader 110 ms (10 ms before)"),
+        ({2: {"data": 0.1}}, "rank 2 waits 110 ms (10 ms before) for the data loader"),
         ({0: {"rest": 0.1}, 1: {"rest": 0.1}}, "ranks 0, 1 is busy between the steps for 110 ms (10 ms before)"),
         ({rank: {"waited": 0.1} for rank in range(3)}, "but the ranks wait 120 ms (20 ms before) for messages"),
     ],
@@ -135,7 +135,7 @@ def test_a_callback_of_each_step_and_a_wait_for_servers_are_named() -> None:
     change, _ = series([USUAL], {0: {"waited": 0.1}}, {"Draws": (7, 0.1)})
     assert "Draws takes 100 ms (0 ms before) on the process" in line_about(change, "replica", "the process")
     change, _ = series([USUAL], {0: {"waited": 0.1}})
-    assert "worker 3 waits for the servers 120 ms (20 ms before)" in line_about(change, "worker", "worker 3")
+    assert "worker 3 waits 120 ms (20 ms before) for the servers" in line_about(change, "worker", "worker 3")
 
 
 @pytest.mark.light
