@@ -34,7 +34,7 @@ OF_A_HOST = re.compile(r"(root|path|file|dir|folder|cache|num_workers|pin_memory
 class StrangerError(ConfigurationError):
     """Error of a process that has reached another run instead of its own. The message names both runs."""
 
-    exit_code = 76  # EX_PROTOCOL of sysexits.h; documented in docs/launch.md.
+    exit_code = 76  # EX_PROTOCOL of sysexits.h; documented in docs/torchrun.md.
 
 
 @dataclass(frozen=True)
