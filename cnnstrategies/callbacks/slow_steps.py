@@ -82,7 +82,7 @@ class BlockExchange:
 
 
 class SlowLines(Callback):
-    """Callback that prints a line if the steps of a run become lastingly slower, and a line when that ends.
+    """Callback that prints a line if the steps of a run become slower for good, and a line when that ends.
 
     Each line names the cause, its size and the remedy: a rank that is slower than before, a loader that is behind, slow
     messages between the ranks, or a callback, a validation or a checkpoint that takes longer. A line is printed within

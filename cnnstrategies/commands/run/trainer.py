@@ -154,7 +154,7 @@ def add_sections(parser: LightningArgumentParser) -> None:
         "--slow_lines",
         type=bool,
         default=True,
-        help="Whether fit prints a line with cause and remedy if its steps become lastingly slower.",
+        help="Whether fit prints a line with cause and remedy if its steps become slower for good.",
     )
     parser.add_argument(
         "--run_name",
