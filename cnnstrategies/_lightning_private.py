@@ -7,6 +7,7 @@ other test would fail.
 import os
 import subprocess
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +85,12 @@ class BatchesKept(_DataConnector):
     and uses ``loader.batch_size``. If a loader has torch's ``BatchSampler``, Lightning's connector would therefore make
     batches of one sample, or no batches at all. If Lightning cannot put a sampler into a user's batch sampler, whole
     batches are divided among the ranks instead.
+
+    Attributes:
+        divide_stream: Function that divides the samples of streams among the ranks; see :func:`keep_batches`.
     """
+
+    divide_stream: Callable[[Any, Trainer, bool], Any]
 
     @override
     def _requires_distributed_sampler(self, dataloader: DataLoader[Any]) -> bool:
@@ -107,15 +113,22 @@ class BatchesKept(_DataConnector):
                 arguments = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
                 vars(dataloader).update(arguments)
                 getattr(dataloader, "__pl_saved_kwargs", {}).update(arguments)
-        return super()._prepare_dataloader(dataloader, shuffle, mode)
+        prepared = super()._prepare_dataloader(dataloader, shuffle, mode)
+        return self.divide_stream(prepared, self.trainer, mode != RunningStage.TRAINING)
 
 
-def keep_batches(trainer: Trainer) -> None:
+def keep_batches(trainer: Trainer, divide_stream: Callable[[Any, Trainer, bool], Any]) -> None:
     """Make a trainer use the data connector :class:`BatchesKept`.
 
     Lightning's Trainer has no argument for the data connector, so the class of the existing connector is replaced.
+
+    Args:
+        trainer: The trainer.
+        divide_stream: Function that takes a loader, the trainer, and whether the loader is for evaluation, and returns
+            the loader or another one that divides the samples of a stream.
     """
     trainer._data_connector.__class__ = BatchesKept
+    trainer._data_connector.divide_stream = divide_stream  # type: ignore[attr-defined]
 
 
 def leave_samplers(trainer: Trainer) -> None:

@@ -32,6 +32,7 @@ from cnnstrategies._lightning_private import (
     set_batches_that_stepped,
     train_loader,
 )
+from cnnstrategies.strategies.streams import divide_stream
 
 
 def test_built_by_cli_is_true_only_in_lightnings_context():
@@ -139,7 +140,7 @@ def test_a_batch_sampler_keeps_its_size_and_its_sampler_where_this_is_distribute
             ]
 
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_checkpointing=False)
-    keep_batches(trainer)
+    keep_batches(trainer, divide_stream)
     module = Module()
     module.trainer = trainer
     trainer._data_connector.attach_data(module, train_dataloaders=None if by_hook else module.train_dataloader())

@@ -14,6 +14,7 @@ from cnnstrategies.callbacks.pruning import Pruning
 from cnnstrategies.callbacks.slow_steps import SlowLines
 from cnnstrategies.callbacks.start_panel import StartPanel
 from cnnstrategies.callbacks.step_profile import StepProfile
+from cnnstrategies.callbacks.stream_counts import StreamCounts
 from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.callbacks.traffic import ServerTraffic
@@ -37,5 +38,6 @@ __all__ = [
     "SlowLines",
     "StartPanel",
     "StepProfile",
+    "StreamCounts",
     "TrainingSummary",
 ]

@@ -31,8 +31,8 @@ class FirstBatch(Callback):
 
     - The size of the global batch differs from the size in the start panel, for example because a sampler divides the
       data among a different number of processes. The callback warns.
-    - Two processes have loaded the same samples, for example from an ``IterableDataset`` that does not depend on the
-      rank. Each process then trains on all of the data, and more devices do not help. The callback warns.
+    - Two processes have loaded the same samples, for example because a sampler gives all processes the same samples.
+      Each process then trains on all of the data, and more devices do not help. The callback warns.
     - Some processes have fewer batches than others. The processes with more batches would wait forever at the end of
       the epoch. The callback raises an error.
     - The sampler is seeded differently in each process. The processes then divide different orders of the samples, so
@@ -92,7 +92,8 @@ class FirstBatch(Callback):
         check_orders(gathered[:, 2].tolist(), sampler is not None)
         # Workers of a parameter server do not exchange lengths for each batch. If a worker waits for another worker,
         # the parameter server itself reports this.
-        if -1 in gathered[:, 1] and dist.is_initialized() and not facts_of(strategy).connects_hosts:
+        agrees = getattr(trainer.train_dataloader, "agrees_on_end", False)
+        if -1 in gathered[:, 1] and not agrees and dist.is_initialized() and not facts.connects_hosts:
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # It is -100 outside the group.
             self._limited = isinstance(trainer.limit_train_batches, int)
         # If an epoch has a single batch, this batch may be smaller than expected, so its size is not checked.

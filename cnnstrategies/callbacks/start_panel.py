@@ -176,7 +176,7 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
     each = "one batch of each" if size is None else str(size)
     samples = None if size is None else size * count * accumulated
     sampler = dealt(trainer)
-    if sampler is not None:
+    if sampler is not None and sampler.samples:
         sizes = {share for batch in sampler.step_of(0) for share in sampler.counts(batch)}
         each, samples = " or ".join(map(str, sorted(sizes))), sampler.samples
     factors = [

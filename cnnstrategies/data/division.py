@@ -72,7 +72,7 @@ def describe_loader(loader: DataLoader[Any]) -> Row:
         loaded twice.
     """
     drawn = _drawn_items(loader)
-    checksums = [_checksum(drawn), *_probes(loader, drawn)]
+    checksums = [checksum(drawn), *_probes(loader, drawn)]
     samples = sized_len(loader.dataset)
     return [float(-1 if samples is None else samples), *map(float, checksums)]
 
@@ -151,7 +151,7 @@ def _item_checksums(dataset: Any, index: Any) -> list[int]:
             leaves = tree_leaves(_shallow(dataset)[index])[:LEAVES]
     except Exception:  # The data set may work only in the loader's worker processes.
         leaves = []
-    checksums = [_checksum(leaf) for leaf in leaves]
+    checksums = [checksum(leaf) for leaf in leaves]
     return checksums + [0] * (LEAVES - len(checksums))
 
 
@@ -169,7 +169,7 @@ def _shallow(dataset: Any) -> Any:
     return shallow
 
 
-def _checksum(value: Any) -> int:
+def checksum(value: Any) -> int:
     """Return a checksum above 0 of a value, or 0 for a value of an unsupported type."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
@@ -202,7 +202,7 @@ def describe_batch(batch: Any) -> Row:
     for leaf in tree_leaves(batch)[:LEAVES]:
         elements = leaf.numel() if isinstance(leaf, Tensor) else 1
         varies = isinstance(leaf, Tensor) and elements > 1 and bool((leaf != leaf.flatten()[0]).any())
-        row += [float(_checksum(leaf)), float(elements), float(varies)]
+        row += [float(checksum(leaf)), float(elements), float(varies)]
     return row + [0.0] * (1 + 3 * LEAVES - len(row))
 
 

@@ -34,6 +34,7 @@ class DealtBatches(DistributedSampler[Any]):
     :meth:`set_epoch`.
 
     Attributes:
+        follows_shares: Whether the sampler divides batches by the shares, which may change.
         drawn: Number of batches that were drawn in this epoch. It includes prefetched batches that were not yet used
             for training.
         skip: Number of batches to skip at the beginning of an epoch.
@@ -52,6 +53,7 @@ class DealtBatches(DistributedSampler[Any]):
         ConfigurationError: ``drop_last`` is set and the dataset is smaller than one global batch.
     """
 
+    follows_shares = True
     skip = 0
 
     def __init__(

@@ -150,7 +150,8 @@ class Balance(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.sampler = dealt(trainer)
+        sampler = dealt(trainer)
+        self.sampler = sampler if sampler is not None and sampler.follows_shares else None
         if self.can_deal() and not self._bets.is_over:
             for stopwatch in self.watchers():
                 watch(stopwatch)

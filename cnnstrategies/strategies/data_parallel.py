@@ -14,6 +14,7 @@ from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.own_division import LeavesDividedData
 from cnnstrategies.strategies.sample_weights import weigh_samples
+from cnnstrategies.strategies.streams import divide_stream
 from cnnstrategies.strategies.unfreezing import WrapsAgain
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class CompressedDDPStrategy(LeavesDividedData, ExactMeans, WrapsAgain, FailingTo
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        keep_batches(trainer)
+        keep_batches(trainer, divide_stream)
         weigh_samples(trainer)
 
     @override

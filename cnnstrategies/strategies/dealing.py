@@ -17,6 +17,7 @@ from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.stopwatch import Stopwatch
+from cnnstrategies.strategies.streams import divide_stream
 
 Shares = Literal["auto", "equal"] | Sequence[float]
 
@@ -92,7 +93,7 @@ class Dealing:
         module = self._strategy.lightning_module
         assert module is not None
         trainer = module.trainer
-        keep_batches(trainer)
+        keep_batches(trainer, divide_stream)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Balance)]
         self._deals = self.clock = None

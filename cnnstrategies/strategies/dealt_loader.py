@@ -12,6 +12,7 @@ from cnnstrategies.data.sampling import DealtBatches, batches_of, items_of, opti
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.protocol import GradientWeighting
+from cnnstrategies.strategies.streams import StreamLoader
 
 
 class OrderBatches(DealtBatches):
@@ -98,6 +99,13 @@ def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
         deals: The ranks' shares.
     """
     if not trainer.training or batches_of(loader) is not None:
+        return loader
+    if isinstance(loader, StreamLoader):
+        if len(set(deals.shares)) > 1:
+            rank_zero_warn(
+                f"shares are ignored for the stream {type(loader.dataset).__name__}, because its length is not known: "
+                "all ranks load batches of the loader's size; for shares use a data set with indices"
+            )
         return loader
     batches = getattr(loader, "batch_sampler", None)
     if (

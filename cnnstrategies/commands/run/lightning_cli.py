@@ -55,6 +55,7 @@ from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersU
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 from cnnstrategies.strategies.exact_means import average_exactly
+from cnnstrategies.strategies.streams import divide_stream
 from cnnstrategies.strategies.unfreezing import follow_unfreezing
 
 NUM_CLASSES = "model.init_args.num_classes"
@@ -268,7 +269,7 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         config = self.config_init[self.subcommand]
         trainer = super().instantiate_trainer(callbacks=all_callbacks(config), plugins=all_plugins(config), **kwargs)
-        keep_batches(trainer)
+        keep_batches(trainer, divide_stream)
         return trainer
 
     def fit(self, **kwargs: Any) -> None:

@@ -29,6 +29,7 @@ from cnnstrategies.callbacks import (
     ServerTraffic,
     SlowLines,
     StartPanel,
+    StreamCounts,
     TrainingSummary,
 )
 from cnnstrategies.checkpoints.check import check_weights
@@ -188,6 +189,7 @@ def all_callbacks(config: Namespace) -> list[Callback]:
     """
     callbacks = as_list(config.trainer.callbacks)
     defaults: list[Callback] = [
+        StreamCounts(),
         StartPanel(),
         FirstBatch(),
         FromConfiguration(),

@@ -35,6 +35,7 @@ from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections,
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
+from cnnstrategies.strategies.streams import divide_stream
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
@@ -220,7 +221,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             # the random numbers that follow those of the module and the data. New processes do not have their states.
             states.restore(CPU)
         own_metric_states(self.lightning_module)
-        keep_batches(self.lightning_module.trainer)
+        keep_batches(self.lightning_module.trainer, divide_stream)
         if self.placement.replicas[0] == 1:
             leave_samplers(self.lightning_module.trainer)  # Lightning's sampler would shuffle ordered data.
         if not existed:

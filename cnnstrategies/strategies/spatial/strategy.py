@@ -40,6 +40,7 @@ from cnnstrategies.strategies.spatial.predictions import predictions_of_group
 from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first, metrics_of_replicas, whole_tensor
 from cnnstrategies.strategies.spatial.same_weights import SameWeights
 from cnnstrategies.strategies.spatial.step_costs import describe_costs, describe_rows
+from cnnstrategies.strategies.streams import divide_stream
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 # Number of steps of training, validation, test and prediction in which the ranks compare their operations.
@@ -128,7 +129,7 @@ class SpatialStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
         self._failed = False
         self._check(self.world_size)
         own_metric_states(self._module)
-        keep_batches(trainer)
+        keep_batches(trainer, divide_stream)
         if self.replicas == 1:
             leave_samplers(trainer)  # Lightning's sampler would shuffle ordered data.
             if self._start_method not in ("spawn", "forkserver"):

@@ -1,0 +1,11 @@
+"""Division of streams (``IterableDataset``) among the processes and the loaders' workers.
+
+``recognition`` finds out from the first samples whether a stream divides its samples itself; ``questions`` brings the
+workers' samples together. ``part`` yields the batches of one worker of one process, and ``reading`` starts the workers.
+``loader`` is the loader of one process, which can resume within an epoch, from ``states`` of the user's loader if it
+has them. ``sampler`` tells the strategies how many samples each process has in a batch.
+"""
+
+from cnnstrategies.strategies.streams.loader import StreamLoader, divide_stream
+
+__all__ = ["StreamLoader", "divide_stream"]

@@ -1,0 +1,347 @@
+"""Loader of a stream's samples for one process."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.gathering import gather_tensors
+from cnnstrategies.strategies.protocol import facts_of
+from cnnstrategies.strategies.streams.part import StreamBatch, StreamPart, is_stateful
+from cnnstrategies.strategies.streams.reading import StreamReader, can_be_divided
+from cnnstrategies.strategies.streams.recognition import StreamDivision, same_start
+from cnnstrategies.strategies.streams.sampler import StreamedBatches
+from cnnstrategies.strategies.streams.states import gather_states, state_of_rank
+
+PLURALS = {"process": "processes", "worker": "workers"}
+KEPT = 4  # Number of batches after which the loader's state is known. Lightning fetches one batch ahead.
+
+
+class StreamLoader:
+    """Loader of this process's part of a stream, which can resume within an epoch.
+
+    If the stream (an ``IterableDataset``) divides its samples among the processes or the workers itself, its own
+    division is kept. If not, :class:`~cnnstrategies.strategies.streams.part.StreamPart` divides the samples. All
+    processes have the same number of training batches: if the stream's own division ends earlier on some processes,
+    they repeat their last batch with weight 0.
+
+    Other attributes of a loader are those of the user's own loader.
+
+    Attributes:
+        loader: The user's loader.
+        knows_counts: Whether this process knows the numbers of samples of all processes in each batch.
+        left_out: Number of samples at the end of the epoch that are in no batch, because ``drop_last`` is set.
+
+    Args:
+        loader: The user's loader.
+        trainer: The trainer that uses the loader.
+        is_evaluation: Whether the loader is not for training.
+    """
+
+    def __init__(self, loader: DataLoader[Any], trainer: Trainer, is_evaluation: bool) -> None:
+        self.loader, self._trainer, self._is_evaluation = loader, trainer, is_evaluation
+        self._facts = facts = facts_of(trainer.strategy)
+        sampling = trainer.distributed_sampler_kwargs
+        self._processes: int = 1 if sampling is None else sampling["num_replicas"]
+        process = 0 if sampling is None else sampling["rank"]
+        # Each rank of a pipeline runs the whole step, also if the rank has not loaded samples of the batch.
+        fills = facts.steps_in_lockstep and not facts.has_global_batches
+        self._part = StreamPart(
+            loader.dataset,
+            loader.batch_size,
+            loader.collate_fn,
+            loader.drop_last,
+            self._processes,
+            process,
+            loader.num_workers,
+            is_evaluation,
+            fills,
+            int(os.getenv("PL_GLOBAL_SEED", "0")),
+        )
+        self._reader = StreamReader(loader, self._part, self._gather)
+        self._agrees = fills and self._processes > 1 and facts.ranks_per_batch == 1 and not is_evaluation
+        accumulated = trainer.accumulate_grad_batches
+        self._numbers = StreamedBatches(loader.batch_size, self._processes, process, accumulated, loader.drop_last)
+        self._group: dist.ProcessGroup | None = None
+        self._started: Iterator[StreamBatch] | None = None
+        self._resume: dict[str, Any] | None = None
+        self._epoch, self._is_exhausted = -1, False
+        self._before, self._served = 0, 0  # Batches of the epoch before the resume, and in all so far.
+        self._skipped = 0  # Samples of the stream before the first batch after the resume.
+        self._states: dict[int, Any] = {}
+        self.left_out = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # While an instance is unpickled, it does not have this attribute yet.
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def sampler(self) -> Any:
+        """The numbers of samples of the processes, or the sampler of the user's loader.
+
+        Before the first batch it is the user's, because a strategy must not yet take the stream for divided.
+        """
+        return self._numbers if self._processes > 1 and self._part.division is not None else self.loader.sampler
+
+    # Attributes that Lightning sets
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The function of the loader that reads the stream. Lightning sets this attribute to seed the workers."""
+        return self._reader.loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self._reader.loader.worker_init_fn = function
+
+    # Facts
+
+    @property
+    def stream_division(self) -> StreamDivision | None:
+        """Whether the stream divides its samples itself; None before the first batch."""
+        return self._part.division
+
+    @property
+    def agrees_on_end(self) -> bool:
+        """Whether all processes have the same number of batches in an epoch."""
+        division = self._part.division
+        return division is not None and (self._agrees or not division.by_process)
+
+    @property
+    def knows_counts(self) -> bool:
+        """Whether this process knows the numbers of samples of all processes in each batch."""
+        return self.agrees_on_end
+
+    def own_count(self, batch: int) -> int:
+        """Return the number of samples of this process in a batch of the current epoch; 0 if it has not loaded it."""
+        return self._numbers.own_count(batch)
+
+    def describe_stream(self) -> str:
+        """Return a text about the division of the stream, for the start panel."""
+        division, name = self._part.division, type(self.loader.dataset).__name__
+        assert division is not None, "the first batch has been loaded"
+        numbers = {"process": (division.by_process, self._processes)}
+        numbers["worker"] = division.by_worker, self.loader.num_workers
+        many = {kind: (is_own, count) for kind, (is_own, count) in numbers.items() if count > 1}
+        of_stream = " and ".join(f"{count} {PLURALS[kind]}" for kind, (is_own, count) in many.items() if is_own)
+        here = " x ".join(f"{count} {PLURALS[kind]}" for kind, (is_own, count) in many.items() if not is_own)
+        texts = [f"{name} divides its samples among {of_stream} itself"] if of_stream else []
+        if here:
+            texts.append(f"each of {here} reads all of {'these samples' if of_stream else name} and keeps its part")
+        return "; ".join(texts) or f"{name} is read by one process"
+
+    def counts_of(self, batch: int) -> tuple[int, ...]:
+        """Return the number of samples of each process in a batch of the current epoch."""
+        return self._numbers.counts(batch)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch. All processes must call this before the first batch.
+
+        Raises:
+            TypeError: The length of the stream, or its division among workers, is not known.
+        """
+        batches, samples = len(self.loader), sized_len(self.loader.dataset)
+        if self._part.division is None:
+            self._started = self._start()
+        division = self._part.division
+        assert division is not None
+        if division.by_process:
+            return max(numbers[0] for numbers in self._gather([batches]))
+        if samples is None or (division.by_worker and self.loader.num_workers > 1):
+            raise TypeError(f"{type(self.loader.dataset).__name__} has no length for each worker")
+        size = self._processes * (self.loader.batch_size or 1)
+        whole, rest = divmod(samples, size)
+        held = self._is_evaluation and rest < self._processes and whole
+        return whole + bool(rest and not self.loader.drop_last and not held)
+
+    # Batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this process's batches of an epoch. In a resumed epoch, yield the remaining batches."""
+        batches, self._started = self._started or self._start(), None
+        if self._agrees and self._part.division is not None and self._part.division.by_process:
+            batches = self._together(batches)
+        for batch in batches:
+            if batch.left_out:
+                self.left_out = batch.left_out
+                continue
+            self._numbers.note(self._served, batch.counts)
+            self._served += 1
+            inner: Any = self._reader.loader
+            if is_stateful(inner) and not self._is_evaluation:
+                self._states[self._served] = inner.state_dict()
+                self._states.pop(self._served - KEPT, None)
+            yield batch.batch
+        self._is_exhausted = True
+
+    def _start(self) -> Iterator[StreamBatch]:
+        loop: Any = self._trainer.fit_loop
+        self._epoch = 0 if self._is_evaluation else loop.epoch_progress.current.processed
+        self._is_exhausted, self.left_out = False, 0
+        self._numbers.begin()
+        self._states.clear()
+        self._before = self._served = self._skipped = discarded = 0
+        resume, self._resume = self._resume, None
+        if resume is not None and resume["ended"] and resume["epoch"] == self._epoch:
+            self._epoch += 1  # Lightning counts this epoch as finished a little later.
+        elif resume is not None and resume["epoch"] == self._epoch:
+            discarded = self._continue(resume)
+        batches = self._reader.start(self._epoch)
+        before, now = [] if resume is None else resume["first"], self._reader.first
+        if before and now and not same_start(before, now):
+            rank_zero_warn(
+                f"the first samples of {type(self.loader.dataset).__name__} are not those of the run that saved the "
+                "checkpoint: if the stream's order has changed, samples of this epoch may be repeated or left out; "
+                "seed the stream's order"
+            )
+        for _ in range(discarded):
+            next(batches, None)
+        return batches
+
+    def _continue(self, resume: dict[str, Any]) -> int:
+        """Continue after the batches of a checkpoint. Return the number of batches to load and to leave out.
+
+        Raises:
+            ConfigurationError: The stream divides its samples itself, and the numbers of processes or workers differ.
+        """
+        self._before = self._served = resume["batches"]
+        workers, part = self.loader.num_workers, self._part
+        then, now = [resume["processes"], resume["workers"]], [self._processes, workers]
+        division = StreamDivision(*map(bool, resume["division"]))
+        inner: Any = self._reader.loader
+        if then == now and resume["states"] and is_stateful(inner):
+            part.division, self._reader.first = division, resume["first"]
+            inner.load_state_dict(state_of_rank(resume["states"], self._trainer.global_rank))
+            self._skipped = resume["samples"] - resume["batches"] * self._samples_of_batch
+            return 0
+        if division == (False, False):
+            part.skip = self._skipped = resume["samples"]
+            if part.draws_alike and not resume["draws_alike"]:
+                rank_zero_warn(
+                    f"if the order of {type(self.loader.dataset).__name__} is random, it differs from that of the run "
+                    "that saved the checkpoint, which one process read: samples of this epoch may then be repeated or "
+                    "left out; resume with one process, or from a checkpoint of an epoch's end"
+                )
+            part.draws_alike |= resume["draws_alike"]
+            return 0
+        if then == now:
+            return self._served
+        raise ConfigurationError(
+            f"the checkpoint was saved within epoch {resume['epoch']} by {then[0]} processes with {then[1]} workers, "
+            f"and {type(self.loader.dataset).__name__} divides its samples among them itself, so that {now[0]} "
+            f"processes with {now[1]} workers cannot know which samples are left: resume with {then[0]} processes and "
+            f"{then[1]} workers, or from a checkpoint of an epoch's end"
+        )
+
+    def _together(self, batches: Iterator[StreamBatch]) -> Iterator[StreamBatch]:
+        """Yield a batch as long as any process has one. A process without a batch repeats its last batch.
+
+        Raises:
+            ConfigurationError: A process has no batch at all.
+        """
+        last: StreamBatch | None = None
+        while True:
+            batch = next(batches, None)
+            if batch is not None and batch.left_out:
+                self.left_out += batch.left_out
+                continue
+            rows = self._gather_in_epoch([0 if batch is None else batch.counts[0]])
+            counts = tuple(row[0] for row in rows)
+            if not any(counts):
+                return
+            last = batch or last
+            if last is None:
+                raise ConfigurationError(
+                    f"process {counts.index(0)} has no samples of {type(self.loader.dataset).__name__} in this epoch: "
+                    f"let it divide its samples among all {len(counts)} processes, or use fewer devices"
+                )
+            yield last._replace(counts=counts)
+
+    @property
+    def _samples_of_batch(self) -> int:
+        """Number of samples of the stream in a whole global batch."""
+        return self._processes * (self.loader.batch_size or 1)
+
+    # Exchange of numbers
+
+    def _gather(self, row: list[int]) -> list[list[int]]:
+        if self._trainer.world_size == 1:
+            return [row]
+        values = torch.tensor(row, device=self._trainer.strategy.root_device)
+        rows: list[list[int]] = self._facts.gather_from_ranks(values).tolist()
+        return rows
+
+    def _gather_in_epoch(self, row: list[int]) -> list[list[int]]:
+        """Exchange numbers as :meth:`_gather`, without the device, whose work would be waited for."""
+        if not dist.is_initialized() or self._facts.connects_hosts:
+            return self._gather(row)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]  # It is -100 outside the group.
+        rows: list[list[int]] = gather_tensors(torch.tensor(row), self._group).tolist()
+        return rows
+
+    # Position in the epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch, for a checkpoint. All processes must call this.
+
+        A stream that does not divide its samples itself can continue with another number of processes. If the user's
+        loader has a state, the states of the loaders of all processes are saved.
+        """
+        if self._resume is not None:
+            return self._resume
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        trained = min(progress.current.processed, self._served)
+        states = []
+        if is_stateful(self._reader.loader) and self._trainer.state.fn == "fit":
+            states = gather_states(self._states.get(trained), self._gather)
+        return {
+            "epoch": self._epoch,
+            "batches": trained,
+            "samples": self._skipped + (trained - self._before) * self._samples_of_batch,
+            "ended": self._is_exhausted and trained == self._served,
+            "processes": self._processes,
+            "workers": self.loader.num_workers,
+            "division": list(self._part.division or (False, False)),
+            "draws_alike": self._part.draws_alike,
+            "first": self._reader.first,
+            "states": states,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the batches that were used before a state was saved, if the next epoch is that of the state.
+
+        Raises:
+            ConfigurationError: The state was saved by a loader of another kind.
+        """
+        if "samples" not in state or "division" not in state:
+            raise ConfigurationError(
+                f"the checkpoint was saved within an epoch by another loader, and this run reads the stream "
+                f"{type(self.loader.dataset).__name__}: use the same data, or resume from a checkpoint of an epoch's "
+                "end"
+            )
+        self._resume, self._started = dict(state), None
+        self._reader.restart()
+
+
+def divide_stream(loader: Any, trainer: Trainer, is_evaluation: bool) -> Any:
+    """Return a loader of this process's part of a stream. Other loaders are returned unchanged.
+
+    Args:
+        loader: A loader of the user.
+        trainer: The trainer that uses the loader.
+        is_evaluation: Whether the loader is not for training.
+    """
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return loader
+    if isinstance(loader.dataset, IterDataPipe) or not can_be_divided(loader):
+        return loader  # The loader divides its data set in its own way.
+    return StreamLoader(loader, trainer, is_evaluation)

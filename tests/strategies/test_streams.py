@@ -1,0 +1,190 @@
+"""Streams that know nothing of processes and workers, or that divide their samples themselves, train as on one device.
+
+Each run uses every sample of an epoch once, also if a process is killed and the run is resumed by other processes.
+"""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import quiet_trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from cnnstrategies.callbacks import FirstBatch, StreamCounts
+from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
+
+SIZE = 22
+BATCH = 2
+
+Sample = tuple[Tensor, Tensor, Tensor]
+
+
+def sample(number: int) -> Sample:
+    image = torch.sin(torch.arange(4, dtype=torch.float64) * (1 + number))
+    return image, torch.tensor(number % 3 % 2), torch.tensor(number)
+
+
+class Plain(IterableDataset[Sample]):
+    """A stream that does not know processes or workers."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (sample(number) for number in range(SIZE))
+
+
+class Uneven(IterableDataset[Sample]):
+    """A stream that gives most of its samples to the first process."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (sample(number) for number in (range(16, SIZE) if dist.get_rank() else range(16)))
+
+
+class Drawn(IterableDataset[Sample]):
+    """A stream in a random order, which is the same for all processes only if their random numbers are the same."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (sample(int(number)) for number in torch.randperm(SIZE))
+
+
+class Module(LightningModule):
+    """Module that notes the numbers of the samples with which it is trained, by rank and batch."""
+
+    def __init__(self, notes: Path, make: Callable[[], DataLoader[Any]], killed_in: int = -1) -> None:
+        super().__init__()
+        self.notes, self.make, self.killed_in = notes, make, killed_in
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.make()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.make()
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        rank = self.trainer.global_rank
+        if index == self.killed_in and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loader: Any = self.trainer.train_dataloader
+        if loader.own_count(index):
+            self.note(f"{self.trainer.current_epoch} {index}", batch)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.note("val 0", batch)
+
+    def note(self, place: str, batch: Any) -> None:
+        with (self.notes / f"{self.trainer.global_rank}").open("a") as file:
+            file.write(f"{place} {' '.join(str(int(number)) for number in batch[2])}\n")
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_fit_end(self) -> None:
+        if self.trainer.global_rank == 0:
+            torch.save(self.net.state_dict(), self.notes / "weights")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+def train(
+    notes: Path, strategy: Any, devices: int, make: Callable[[], Any], killed_in: int = -1, **options: Any
+) -> None:
+    """Train a module. Its notes and weights are written to a folder."""
+    notes.mkdir(exist_ok=True)
+    path = options.pop("ckpt_path", None)
+    options = {"max_epochs": 1, "limit_val_batches": 0, "callbacks": [FirstBatch()], **options}
+    trainer: Trainer = quiet_trainer(strategy, devices, **options)
+    trainer.fit(Module(notes, make, killed_in), ckpt_path=path, weights_only=True)
+
+
+def noted(notes: Path, epoch: str = "0", before: int = 99, first: int = 0) -> Counter[int]:
+    """Return how often each sample was used in the batches ``first`` to ``before`` - 1 of an epoch."""
+    numbers: Counter[int] = Counter()
+    for rank in range(3):
+        for line in (notes / str(rank)).read_text().splitlines() if (notes / str(rank)).exists() else ():
+            place, index, *samples = line.split()
+            if place == epoch and first <= int(index) < before:
+                numbers.update(map(int, samples))
+    return numbers
+
+
+def weights_of_one_process(batches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    module = Module(Path(), list)  # type: ignore[arg-type]
+    optimizer = module.configure_optimizers()
+    for batch in batches:
+        images, targets, _ = (torch.stack(values) for values in zip(*map(sample, batch), strict=True))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module.net(images), targets).backward()
+        optimizer.step()
+    return module.net.state_dict()
+
+
+def balanced() -> BalancedDDPStrategy:
+    return BalancedDDPStrategy(start_method="fork")
+
+
+def synchronous() -> ParameterServerStrategy:
+    return ParameterServerStrategy(start_method="fork")
+
+
+EVERYTHING = Counter(range(SIZE))
+CHUNKS = [range(SIZE)[first : first + 2 * BATCH] for first in range(0, SIZE, 2 * BATCH)]
+# The batches of both processes together: process 0 has 8 batches, and process 1 has 3.
+UNEVEN = [[*range(BATCH * k, BATCH * k + BATCH), *range(16, SIZE)[BATCH * k : BATCH * k + BATCH]] for k in range(8)]
+
+
+@pytest.mark.parametrize("strategy", [balanced, synchronous])
+def test_streams_train_the_weights_of_one_process(strategy: Any, tmp_path: Path) -> None:
+    cases: dict[str, tuple[Any, int, Sequence[Sequence[int]]]] = {
+        "plain": (Plain, 0, CHUNKS),
+        "plain with workers": (Plain, 2, CHUNKS),
+        "uneven": (Uneven, 0, UNEVEN),
+    }
+    for name, (kind, workers, batches) in cases.items():
+        notes = tmp_path / name
+        train(notes, strategy(), 2, lambda kind=kind, w=workers: DataLoader(kind(), BATCH, num_workers=w))
+        assert noted(notes) == EVERYTHING, name
+        for key, value in weights_of_one_process(batches).items():
+            torch.testing.assert_close(torch.load(notes / "weights")[key], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_a_random_order_and_an_evaluation_use_each_sample_once(tmp_path: Path) -> None:
+    make = {w: lambda w=w: DataLoader(Drawn(), BATCH, num_workers=w, persistent_workers=w > 0) for w in (0, 2)}
+    for workers, loader in make.items():
+        notes = tmp_path / str(workers)
+        train(notes, balanced(), 3, loader, max_epochs=2, limit_val_batches=None, check_val_every_n_epoch=2)
+        assert [noted(notes, epoch) for epoch in ("0", "1", "val")] == [EVERYTHING] * 3
+    orders = [[line for line in (tmp_path / "0/0").read_text().splitlines() if line[0] == epoch] for epoch in "01"]
+    assert [line[4:] for line in orders[0]] != [line[4:] for line in orders[1]], "each epoch has an order of its own"
+
+
+@pytest.mark.parametrize(("kind", "workers", "devices"), [(Plain, 2, 3), (Drawn, 0, 1), (Uneven, 2, 2)])
+def test_a_run_whose_process_is_killed_continues_with_the_other_samples(
+    kind: Any, workers: int, devices: int, tmp_path: Path
+) -> None:
+    """Another number of processes continues as well, unless the stream divides its samples itself."""
+
+    def make(workers: int = workers) -> DataLoader[Any]:
+        return DataLoader(kind(), BATCH, num_workers=workers)
+
+    saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    with pytest.raises(Exception, match=r"rank 1|process 1|signal|SIGKILL"):
+        train(tmp_path, balanced(), 2, make, killed_in=3, callbacks=[saves], enable_checkpointing=True)
+    before = noted(tmp_path, before=2)
+    assert sum(before.values()) == 4 * BATCH
+    counts = StreamCounts()
+    options = {"ckpt_path": tmp_path / "step=2.ckpt", "callbacks": [counts]}
+    train(tmp_path / "then", balanced(), devices, make, **options)
+    assert before + noted(tmp_path / "then") == EVERYTHING
+    if kind is Uneven:
+        with pytest.raises(Exception, match="2 processes with 2 workers, and Uneven divides its samples among them"):
+            train(tmp_path / "other", balanced(), 2, lambda: make(3), **options)
