@@ -50,6 +50,17 @@ def test_parameter_server_with_plain_torch(capfd):
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.cluster
+@pytest.mark.warm
+def test_lines_of_a_file_are_divided_among_processes_and_workers(run_cli, tmp_path):
+    for name in ("streams.py", "streams.yaml"):
+        shutil.copy2(ROOT / "docs/examples" / name, tmp_path)
+    code, output = run_cli("fit", "--config=streams.yaml", "--trainer.max_epochs=2", "--trainer.strategy=ddp_fork")
+    assert code == 0, output
+    assert re.search(r"stream +each of 2 processes x 2 workers reads all of Lines and keeps its part", output)
+    assert re.search(r"stream +1,150 samples in each of 2 epochs", output)
+
+
 @pytest.mark.extra
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("albumentations", "kornia"))),
