@@ -138,3 +138,23 @@ def test_doubtful_divisions_are_refused_by_name() -> None:
         find_division([[SAME], [OTHER], [SAME]], [0, 1, 2], "Numbers")
     with pytest.raises(ConfigurationError, match="some workers of the loader of Numbers read the same samples"):
         find_division([[SAME, SAME, OTHER], [SAME, SAME, OTHER]], [0, 1], "Numbers")
+
+
+class Restarts(IterableDataset[Any]):
+    """A stream that is its own iterator, and starts again whenever ``iter`` is called, as LitData's does."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.next = 0
+        return self
+
+    def __next__(self) -> int:
+        self.next += 1
+        if self.next > 20:
+            raise StopIteration
+        return self.next - 1
+
+
+def test_a_stream_that_is_its_own_iterator_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = StreamPart(Restarts(), 4, list, False, 2, 0, 0, is_evaluation=False, fills=True, seed=0)
+    made.ask = lambda worker, row: StreamDivision(by_process=True, by_worker=False)
+    assert [row for batch in made for row in batch.batch] == list(range(20))

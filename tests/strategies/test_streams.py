@@ -40,6 +40,13 @@ class Plain(IterableDataset[Sample]):
         return (sample(number) for number in range(SIZE))
 
 
+class Sized(Plain):
+    """A stream whose length is known."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+
 class Uneven(IterableDataset[Sample]):
     """A stream that gives most of its samples to the first process."""
 
@@ -146,7 +153,7 @@ UNEVEN = [[*range(BATCH * k, BATCH * k + BATCH), *range(16, SIZE)[BATCH * k : BA
 def test_streams_train_the_weights_of_one_process(strategy: Any, tmp_path: Path) -> None:
     cases: dict[str, tuple[Any, int, Sequence[Sequence[int]]]] = {
         "plain": (Plain, 0, CHUNKS),
-        "plain with workers": (Plain, 2, CHUNKS),
+        "sized, with workers": (Sized, 2, CHUNKS),
         "uneven": (Uneven, 0, UNEVEN),
     }
     for name, (kind, workers, batches) in cases.items():

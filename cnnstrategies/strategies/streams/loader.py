@@ -72,6 +72,7 @@ class StreamLoader:
         self._group: dist.ProcessGroup | None = None
         self._started: Iterator[StreamBatch] | None = None
         self._resume: dict[str, Any] | None = None
+        self._length: int | None = None
         self._epoch, self._is_exhausted = -1, False
         self._before, self._served = 0, 0  # Batches of the epoch before the resume, and in all so far.
         self._skipped = 0  # Samples of the stream before the first batch after the resume.
@@ -148,6 +149,12 @@ class StreamLoader:
         Raises:
             TypeError: The length of the stream, or its division among workers, is not known.
         """
+        if self._length is None:
+            self._length = self._find_length()
+        return self._length
+
+    def _find_length(self) -> int:
+        # Some streams start again if they are asked for their length, so they are asked once, before the first sample.
         batches, samples = len(self.loader), sized_len(self.loader.dataset)
         if self._part.division is None:
             self._started = self._start()
@@ -166,7 +173,9 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this process's batches of an epoch. In a resumed epoch, yield the remaining batches."""
-        batches, self._started = self._started or self._start(), None
+        # torch's iterator has a length that is an error, so its truth must not be asked for.
+        batches = self._start() if self._started is None else self._started
+        self._started = None
         if self._agrees and self._part.division is not None and self._part.division.by_process:
             batches = self._together(batches)
         for batch in batches:

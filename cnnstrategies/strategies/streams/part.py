@@ -8,8 +8,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.strategies.streams.recognition import FIRST, ROW, StreamDivision, describe_samples
 
@@ -107,9 +107,10 @@ class StreamPart(IterableDataset[StreamBatch]):
         state = None if loaded is None else loaded["stream"]
         if state is not None and is_stateful(self.stream):
             self.stream.load_state_dict(state)
-        samples = self._iterator = iter(self.stream)
+        self._iterator = iter(self.stream)
         if state is not None and not is_stateful(self.stream):
-            samples.load_state_dict(state)  # type: ignore[attr-defined]
+            self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
+        samples = _remaining(self._iterator)
         if self.division is None:
             samples = self._compare(number, samples)
         if state is None and self._dealt:
@@ -206,6 +207,16 @@ class StreamPart(IterableDataset[StreamBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a state that this worker of this process has saved."""
         self._loaded = dict(state)
+
+
+def _remaining(samples: Iterator[Any]) -> Iterator[Any]:
+    """Yield the remaining samples of an iterator without calling ``iter``, which starts some streams again."""
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
 
 
 def is_stateful(holder: Any) -> bool:

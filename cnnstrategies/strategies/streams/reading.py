@@ -11,8 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.generator_states import GeneratorStates
 from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.strategies.streams.part import StreamBatch, StreamPart
 from cnnstrategies.strategies.streams.questions import WorkerQuestions
 from cnnstrategies.strategies.streams.recognition import StreamDivision, find_division
