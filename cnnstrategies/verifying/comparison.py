@@ -103,7 +103,10 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
         text += f"; validations: {tested['validations']} on {files} batches"
     missing, size = run.left_out(reference["whole"]) or (0, 0)
     if missing:
-        text += f"; an epoch leaves out {missing} of {size} samples, because the loader gives them to other processes"
+        text += (
+            f"; an epoch leaves out {missing} of {size} samples, because the loader gives them to other processes, or "
+        )
+        text += "the processes divide different orders (set_epoch and seed must be equal)"
     repeated = _repetition(run, reference["whole"], len(loaded))
     text += repeated
     if reference["steps"] != tested["steps"]:

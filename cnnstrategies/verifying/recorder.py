@@ -206,8 +206,17 @@ class Recorder(Checkpoint):
         if self._role.saves_steps and trainer.global_step > self._step:
             self._step = trainer.global_step
             trainer.save_checkpoint(self._role.folder / f"step-{self._step}.ckpt")
+        if batch_idx == 0:
+            self._add_drawn(trainer)
         if self._tracer is not None:
             self._tracer.begin_batch(batch)
+
+    def _add_drawn(self, trainer: Trainer) -> None:
+        """Add the samples of the epoch that has begun, for which Lightning has called the sampler's ``set_epoch``."""
+        file = self._role.folder / str(trainer.global_rank) / LOADED
+        if self._role.of is None and trainer.current_epoch == 0 and file.exists():
+            loaded = json.loads(file.read_text()) | {"drawn": drawn_samples(trainer.train_dataloader)}
+            file.write_text(json.dumps(loaded))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -106,7 +106,8 @@ def verify(
             "max_epochs": max(trainer.get("max_epochs") or MANY_EPOCHS, steps),
         }
         if alone:
-            settings |= {"devices": 1, "strategy": "auto", "limit_train_batches": None, "limit_val_batches": None}
+            settings |= {"devices": 1, "strategy": "auto", "limit_train_batches": None}
+            settings["limit_val_batches"] = None if role.validation_batches else 0  # As many as under the strategy.
         else:
             settings |= {"devices": devices, "strategy": strategy}
         kept_callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]

@@ -1,6 +1,7 @@
 """Tests of `verify` from Python and as a command: equal runs, unequal runs with the first difference, refusals."""
 
 import json
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,41 @@ def test_processes_that_load_the_same_samples_are_not_equal(seeds: tuple[int, in
     verdict = cnnstrategies.verify(Module(), Repeated(seeds), "ddp", steps=3, use_distributed_sampler=False)
     assert not verdict.equal
     assert words in str(verdict)
+
+
+class NotValidated(Module):
+    """A module without schedules, which would need validations."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_one_device_does_not_validate_if_the_strategy_does_not() -> None:
+    verdict = cnnstrategies.verify(NotValidated(), Data(), "ddp", steps=4, limit_val_batches=0)
+    assert verdict.equal, verdict
+    assert "validations" not in str(verdict)
+
+
+class OwnEpoch(DistributedSampler[Any]):
+    """Sampler that divides the order of another epoch on each rank."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch + self.rank)
+
+
+class OwnOrders(Divided):
+    """Data whose processes divide different orders from the first batch on."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        loader = super().train_dataloader()
+        sampler = OwnEpoch(loader.dataset, self.processes, loader.sampler.rank)  # type: ignore[attr-defined]
+        return DataLoader(loader.dataset, 4, sampler=sampler)
+
+
+def test_processes_that_divide_different_orders_leave_out_samples() -> None:
+    verdict = cnnstrategies.verify(Module(), OwnOrders(2), "ddp", steps=3)
+    assert not verdict.equal
+    assert re.search(r"an epoch leaves out \d+ of 24 samples, .* \(set_epoch and seed must be equal\)", str(verdict))
 
 
 class Stream(IterableDataset[Any]):
