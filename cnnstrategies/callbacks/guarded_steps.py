@@ -40,6 +40,7 @@ class GuardedSteps:
         self._weights_at = -ENOUGH  # Number of steps before that comparison.
         self._had_states = [len(optimizer.state) for optimizer in trainer.optimizers]
         self._is_resumed = trainer.global_step > 0 and sees_gradients
+        self._begins_anew = self._is_resumed and any(state.due > state.made == 0 for state in self._progress())
         self._calls: StepCalls | None = None
         self._step = -1  # Number of steps before the last step that has begun.
         if sees_gradients and module.automatic_optimization:
@@ -107,6 +108,15 @@ class GuardedSteps:
                     "was empty when the run was resumed",
                     "the checkpoint does not contain it",
                     "resume from a checkpoint with optimizer_states",
+                )
+            if self._begins_anew:
+                yield self._finding(
+                    "checkpoint",
+                    "the learning rate's schedule",
+                    "has begun anew when the run was resumed",
+                    "the checkpoint does not contain the schedule's state",
+                    "resume from a checkpoint with lr_schedulers",
+                    is_note=True,
                 )
 
     def in_checkpoint(self, checkpoint: Mapping[str, Any], path: str) -> Iterator[Finding]:

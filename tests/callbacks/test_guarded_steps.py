@@ -100,7 +100,7 @@ def test_a_checkpoint_without_states_is_found_when_it_is_saved_and_when_it_is_lo
     class Forgets(Scheduled):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             if not has_states:
-                checkpoint["optimizer_states"] = []
+                checkpoint["optimizer_states"] = checkpoint["lr_schedulers"] = []
 
     saved = train(tmp_path / "saved", Forgets, enable_checkpointing=True, default_root_dir=tmp_path)
     file = next(tmp_path.rglob("*.ckpt"))
@@ -117,7 +117,7 @@ def test_a_checkpoint_without_states_is_found_when_it_is_saved_and_when_it_is_lo
         assert [checks(saved), loaded] == [set(), set()]
     else:
         assert {check for check, _ in checks(saved)} == {"checkpoint"}
-        assert loaded == {("checkpoint", "the optimizer's state")}
+        assert loaded == {("checkpoint", "the optimizer's state"), ("checkpoint", "the learning rate's schedule")}
 
 
 @pytest.mark.light
