@@ -20,6 +20,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,44 @@ import rank_faults  # noqa: F401
 import reduction_faults  # noqa: F401
 import torch
 import training_faults  # noqa: F401
+import unseen_data_faults  # noqa: F401
+import unseen_forward_faults  # noqa: F401
+import unseen_rank_faults  # noqa: F401
+import unseen_training_faults  # noqa: F401
 from answers import TOOLS, Answer, is_found, is_near
-from programs import FAULTS, Fault
+from programs import FAULTS, UNSEEN, Fault
 from ranks import report
 
 HERE = Path(__file__).parent
+ALIKE = "One device does the same, and no value looks wrong."
+OTHERS = "The samples of two ranks differ in a correct run, too."
+MEANT = "This can be meant."
 REASONS = {
     "samples drawn with replacement": "This is an option of torch's sampler, and can be meant.",
     "clipping before unscaling": "The module clips by itself, so only its author knows which norm is meant.",
     "weights tied by accident": "Tied weights are common, and nothing tells that these were not meant.",
+    "augmentation with the same seed in each epoch": "The order of the samples differs, so no batch comes again.",
+    "validation with augmentation": MEANT,
+    "classes in another order on one rank": OTHERS,
+    "unreadable images are zeros on one rank": OTHERS,
+    "second forward in training mode on rank 0": "`verify` does not train with statistics of batches under `ddp`.",
+    "low precision on one rank": "`verify` trains in float64, which autocast leaves alone.",
+    "statistics of the last batch": MEANT,
+    "one of two optimizers keeps gradients": "Modules that make steps by hand may accumulate gradients by design.",
+    "dropout function in validations": "`verify` also reports the program that drops values in training only.",
+    "recomputation with other random numbers": "`verify` turns dropout off.",
 }
+UNSEEN_HEAD = """
+## Faults written after the checks
+
+Further faults of the same kinds, and of questions in forums, were written after all checks, before any of them was
+tried with `verify` or the guard. They show better how many faults of unknown kinds are found: 18 of 41 were
+found at first. Then `verify` learned to read a sampler's order after `set_epoch`, and the guard to look at a resumed
+schedule; with them it is the number below. Two further faults are left out, because they end the run by themselves: a
+step between forward and backward, and a last batch that one rank leaves out. The programs without their faults, and
+not the faults, showed two false alarms, which were repaired: of the guard about the average of a network, some of whose
+weights hardly change, and of `verify` about a run without validations.
+"""
 LONGEST = 120  # Number of characters of a line on the page.
 
 
@@ -95,14 +124,23 @@ class Results:
 
 
 def answers_about(fault: Fault, results: Results) -> list[Answer | None]:
-    """Return the answers of all tools about a program with its fault."""
-    return [results.get(tool, fault.name, True) for tool in TOOLS]
+    """Return the answers of all tools about a program with its fault.
+
+    An answer does not count as found if the tool also reports a fault in the program without it.
+    """
+    answers = []
+    for tool in TOOLS:
+        answer, healthy = (results.get(tool, fault.name, faulty) for faulty in (True, False))
+        if answer is not None and healthy is not None and healthy.is_fault:
+            answer = Answer(False, "an alarm without the fault, too")
+        answers.append(answer)
+    return answers
 
 
-def rows(results: Results) -> list[list[str]]:
-    """Return the page's table."""
+def rows(faults: Iterable[Fault], results: Results) -> list[list[str]]:
+    """Return a table of the page, with its heading."""
     table = [["fault", "known from", "where", *TOOLS, "module named"]]
-    for fault in FAULTS.values():
+    for fault in faults:
         answers = answers_about(fault, results)
         named = any(is_named(answer, fault) for answer in answers)
         cells = [cell(answer) for answer in answers]
@@ -112,25 +150,36 @@ def rows(results: Results) -> list[list[str]]:
     return table
 
 
-def summary(results: Results) -> str:
+def summary(faults: Sequence[Fault], results: Results) -> str:
     """Return the numbers of faults that were found, of modules that were named, and the faults that were not found."""
-    located = [fault for fault in FAULTS.values() if fault.module]
-    named = sum(any(is_named(results.get(tool, fault.name, True), fault) for tool in TOOLS) for fault in located)
-    missed = [fault for fault in FAULTS.values() if not is_found(fault, answers_about(fault, results))]
+    located = [fault for fault in faults if fault.module]
+    named = sum(any(is_named(answer, fault) for answer in answers_about(fault, results)) for fault in located)
+    missed = [fault for fault in faults if not is_found(fault, answers_about(fault, results))]
     lines = [
-        f"Of {len(FAULTS)} faults {len(FAULTS) - len(missed)} were found. Of the {len(located)} faults in a module, "
+        f"Of {len(faults)} faults {len(faults) - len(missed)} were found. Of the {len(located)} faults in a module, "
         f"the module was named for {named}."
     ]
-    for tool in TOOLS:
-        known = [answer for name in FAULTS if (answer := results.get(tool, name, True)) is not None]
-        healthy = [answer for name in FAULTS if (answer := results.get(tool, name, False)) is not None]
+    for index, tool in enumerate(TOOLS):
+        known = [answer for fault in faults if (answer := answers_about(fault, results)[index]) is not None]
+        healthy = [answer for fault in faults if (answer := results.get(tool, fault.name, False)) is not None]
         lines.append(
             f"`{tool}` alone found {sum(answer.is_fault for answer in known)} of {len(known)}, and raised "
             f"{sum(answer.is_fault for answer in healthy)} alarms in {len(healthy)} programs without their faults."
         )
     lines += ["", "Not found:", ""] if missed else []
-    lines += [f"- {fault.text} {REASONS.get(fault.name, 'The reason is not known.')}" for fault in missed]
+    lines += [f"- {fault.text} {REASONS.get(fault.name, ALIKE)}" for fault in missed]
     return "\n".join(lines)
+
+
+def page(results: Results) -> tuple[str, list[list[str]]]:
+    """Return the text of the page, which contains the table of the sixty faults, and the table after it."""
+    first, second = list(FAULTS.values()), list(UNSEEN.values())
+    heading, *body = rows(first, results)
+    lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
+    lines += ["| " + " | ".join(row) + " |" for row in body]
+    parts = [(__doc__ or "").strip(), summary(first, results), "\n".join(lines)]
+    parts += [UNSEEN_HEAD.strip(), summary(second, results)]
+    return "\n\n".join(parts), rows(second, results)
 
 
 def main() -> None:
@@ -142,7 +191,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(options.results)
-    wanted = [fault for name, fault in FAULTS.items() if not options.only or any(word in name for word in options.only)]
+    tables = FAULTS | UNSEEN
+    wanted = [fault for name, fault in tables.items() if not options.only or any(word in name for word in options.only)]
     for fault in wanted:
         for tool in options.tool or TOOLS:
             for faulty in (True, False):
@@ -154,7 +204,7 @@ def main() -> None:
                 kind = fault.name if faulty else f"without {fault.name}"
                 print(f"{time.monotonic() - began:.1f} s, {tool}, {kind}: {answer.text}", flush=True)
     if not options.only:
-        report(HERE / "planted.md", "Planted faults", f"{(__doc__ or '').strip()}\n\n{summary(results)}", rows(results))
+        report(HERE / "planted.md", "Planted faults", *page(results))
 
 
 if __name__ == "__main__":

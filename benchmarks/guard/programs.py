@@ -220,20 +220,24 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {}
+UNSEEN: dict[str, Fault] = {}  # Faults that were written after the checks.
 
 
-def fault(source: str, base: Callable[[], Program] = program, **truth: Any) -> Callable[[Any], Any]:
+def fault(
+    source: str, base: Callable[[], Program] = program, table: dict[str, Fault] = FAULTS, **truth: Any
+) -> Callable[[Any], Any]:
     """Register the decorated function, which plants a fault into a program and is described by its docstring.
 
     Args:
         source: Where this kind of fault is known from.
         base: Function that makes the program without the fault.
+        table: Table in which the fault is registered.
         **truth: Attributes of :class:`Fault` that say where the fault is.
     """
 
     def register(plant: Callable[[Program], None]) -> Callable[[Program], None]:
         name = getattr(plant, "__name__", "").replace("_", " ")
-        FAULTS[name] = Fault(name, " ".join((plant.__doc__ or "").split()), source, base, plant, **truth)
+        table[name] = Fault(name, " ".join((plant.__doc__ or "").split()), source, base, plant, **truth)
         return plant
 
     return register

@@ -13,8 +13,12 @@ import hardware_faults  # noqa: F401
 import rank_faults  # noqa: F401
 import reduction_faults  # noqa: F401
 import training_faults  # noqa: F401
+import unseen_data_faults  # noqa: F401
+import unseen_forward_faults  # noqa: F401
+import unseen_rank_faults  # noqa: F401
+import unseen_training_faults  # noqa: F401
 from answers import TOOLS, Answer, is_found, is_near
-from programs import FAULTS, Fault, Net, flip, program
+from programs import FAULTS, UNSEEN, Fault, Net, flip, program
 
 
 @pytest.mark.light
@@ -44,8 +48,8 @@ def test_a_module_is_named_within_one_layer() -> None:
 
 @pytest.mark.light
 def test_faults_are_sixty_with_names_of_layers_and_a_finding_counts_within_two_checks() -> None:
-    assert len(FAULTS) == 60
-    for fault in FAULTS.values():
+    assert [len(FAULTS), len(UNSEEN), len(FAULTS | UNSEEN)] == [60, 41, 101]
+    for fault in (FAULTS | UNSEEN).values():
         layers = dict(fault.program(faulty=True).module.named_modules())
         assert not fault.module or fault.module in layers, fault.name
     fault = Fault("name", "text", "source", program, lambda made: None, step=4)
