@@ -112,6 +112,7 @@ class StartPanel(Callback):
             ("devices", devices(trainer)),
             *images(trainer),
             training_batch(trainer, size) if training else evaluation_batch(trainer, size, first),
+            *(logging_interval(trainer) if training else []),
             *facts.panel_rows(size_of_share(trainer, size, first)),
             *rows_of_callbacks(trainer, "panel_rows"),
             *(self._memory(trainer, size_of_share(trainer, size, first)) if training else []),
@@ -195,6 +196,18 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
         if sampler is None:
             text += epoch_samples(trainer, trainer.train_dataloader, batches)
     return "global batch", text
+
+
+def logging_interval(trainer: Trainer) -> list[Row]:
+    """Return a row if an epoch has fewer batches than the trainer's logging interval.
+
+    The row replaces Lightning's warning, which :mod:`cnnstrategies.commands.run.quiet` hides.
+    """
+    interval, batches = trainer.log_every_n_steps, trainer.num_training_batches
+    if not trainer.loggers or trainer.fast_dev_run or batches >= interval:
+        return []
+    text = f"values of steps are logged every {interval} steps, which is less than once an epoch; set "
+    return [("logging", f"{text}trainer.log_every_n_steps={max(1, int(batches))} to see each epoch")]
 
 
 def epoch_samples(trainer: Trainer, loader: Any, batches: float) -> str:
@@ -328,7 +341,10 @@ def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:
 def precision(trainer: Trainer, module: nn.Module) -> str:
     """Return a text with the precision and the memory format of the weights."""
     last = any(p.ndim == 4 and not p.is_contiguous() and _channels_last(p) for p in module.parameters())
-    return f"{trainer.precision}, {'channels_last' if last else 'contiguous'}"
+    slow = trainer.precision == "16-true" and trainer.strategy.root_device.type == "cpu"
+    # Measured on a CPU without instructions for float16: a convolution takes 7 to 40 times as long as in float32.
+    note = "; most CPUs compute float16 many times more slowly than bf16-true or 32-true" if slow else ""
+    return f"{trainer.precision}, {'channels_last' if last else 'contiguous'}{note}"
 
 
 def differences(trainer: Trainer, size: int | None) -> list[str]:

@@ -94,7 +94,8 @@ def export(
     network = network_of(model, "export")
     if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:
         raise ConfigurationError(
-            f"export to {kind} needs packages that are not installed: pip install {' '.join(missing)}"
+            f"export to {kind} needs packages that are not installed: pip install {' '.join(missing)}, or the "
+            "extra `export` of cnnstrategies"
         )
     if output.exists():
         raise ConfigurationError(f"{output} exists already: set another path with --output, or remove the folder")

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import logging
 import platform
 import statistics
 import time
@@ -301,9 +302,14 @@ def _megabytes(program: "torch.export.ExportedProgram") -> float:
 
 
 def _torchao() -> tuple[Any, Any]:
+    # torchao's import calls a function of torch in a way that torch deprecates. The line about it is hidden, because
+    # users cannot change the call.
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant()" not in record.getMessage())
     try:
         from torchao.quantization.pt2e import quantize_pt2e
         from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer
     except ImportError as error:
-        raise ConfigurationError("quantize needs torchao, which is not installed: pip install torchao") from error
+        raise ConfigurationError(
+            "quantize needs torchao, which is not installed: pip install torchao (extra `quantize`)"
+        ) from error
     return quantize_pt2e, x86_inductor_quantizer

@@ -131,6 +131,22 @@ def test_the_global_batch_is_what_a_step_is_made_of():
 
 
 @pytest.mark.light
+def test_the_panel_says_what_is_logged_seldom_and_computed_slowly():
+    for batches, interval, rows in ((10, 10, 0), (10, 11, 1), (float("inf"), 50, 0)):
+        logging = {"log_every_n_steps": interval, "loggers": [None], "fast_dev_run": False}
+        shown = start_panel.logging_interval(trainer_like(None, num_training_batches=batches, **logging))
+        assert len(shown) == rows
+        assert rows == 0 or shown[0][1].endswith("set trainer.log_every_n_steps=10 to see each epoch")
+    for device, precision, is_slow in (
+        ("cpu", "16-true", True),
+        ("cpu", "bf16-true", False),
+        ("cuda", "16-true", False),
+    ):
+        trainer = trainer_like(SimpleNamespace(root_device=torch.device(device)), precision=precision)
+        assert ("more slowly" in start_panel.precision(trainer, nn.Linear(2, 2))) == is_slow
+
+
+@pytest.mark.light
 def test_the_panel_names_images_that_chose_the_checkpoint_and_the_preprocessing():
     data = SyntheticDataModule(num_samples=20, num_classes=3)
     data.setup("test")

@@ -47,6 +47,8 @@ WARNINGS = (
     r"Grad strides do not match bucket view strides",
     # A changed folder is normal, because each run has its own folder. The start panel shows the folder.
     r"The dirpath has changed from ",
+    # The start panel has a row about it.
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 
 
