@@ -37,6 +37,23 @@ def test_the_package_waits_for_lightning():
     assert all(getattr(cnnstrategies, name).__name__.endswith(name) for name in cnnstrategies.__all__)
 
 
+FIRST_IMPORTS = """
+import importlib, os, sys
+import torch
+for name in ("data", "pretrained", "callbacks"):
+    if (pid := os.fork()) == 0:
+        importlib.import_module(f"cnnstrategies.{name}")
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(f"cnnstrategies.{name} cannot be the first module that is imported")
+"""
+
+
+def test_a_part_of_the_package_can_be_imported_first():
+    run = subprocess.run([sys.executable, "-c", FIRST_IMPORTS], capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stderr
+
+
 def test_other_systems_than_linux_get_one_line_at_the_import(monkeypatch, capsys):
     monkeypatch.delenv(cnnstrategies.PRINTED, raising=False)
     for platform in ("linux", "darwin", "darwin"):  # The third import is that of a process that the second one starts.

@@ -203,8 +203,9 @@ def logging_interval(trainer: Trainer) -> list[Row]:
 
     The row replaces Lightning's warning, which :mod:`cnnstrategies.commands.run.quiet` hides.
     """
-    interval, batches = trainer.log_every_n_steps, trainer.num_training_batches
-    if not trainer.loggers or trainer.fast_dev_run or batches >= interval:
+    settings: Any = trainer  # The trainer gets some of its attributes outside of its class.
+    interval, batches = settings.log_every_n_steps, trainer.num_training_batches
+    if not trainer.loggers or settings.fast_dev_run or batches >= interval:
         return []
     text = f"values of steps are logged every {interval} steps, which is less than once an epoch; set "
     return [("logging", f"{text}trainer.log_every_n_steps={max(1, int(batches))} to see each epoch")]

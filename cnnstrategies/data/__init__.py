@@ -1,5 +1,7 @@
 """LightningDataModules for images. Their loaders divide each global batch among the processes."""
 
+import lightning.pytorch  # noqa: F401  # Its import registers the strategies, which need this package's modules.
+
 from cnnstrategies.data.detection_folder import DetectionFolderDataModule
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.image_table import ImageTableDataModule

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.seeds import mixed_seed, restores_random_numbers, seed_all
 from cnnstrategies.shares import Deals, deal, turns
-from cnnstrategies.strategies.protocol import GradientWeighting
+
+if TYPE_CHECKING:  # The strategies import this module.
+    from cnnstrategies.strategies.protocol import GradientWeighting
 
 
 class BatchRequest(NamedTuple):
@@ -109,7 +111,7 @@ class DealtBatches(DistributedSampler[Any]):
         first = batch // len(self._parts) * len(self._parts)
         return range(first, min(first + len(self._parts), len(self)))
 
-    def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
+    def weight(self, batch: int, batches: float, weighting: "GradientWeighting") -> float:
         """Return the factor for this rank's mean loss of a batch.
 
         If every rank multiplies its mean losses by these factors, the mean over the ranks and the accumulated batches
