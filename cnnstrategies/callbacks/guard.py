@@ -86,8 +86,8 @@ class Guard(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        facts = facts_of(trainer.strategy)
         self._reset()
+        facts = self._facts = facts_of(trainer.strategy)
         self._applied = applied_checks(facts, trainer.world_size)
         with facts.local_code():
             run = watched_run(trainer)
@@ -109,7 +109,7 @@ class Guard(Callback):
         step = self._begun_at = trainer.global_step
         self._running.modes.begin_batch()
         if trainer.overfit_batches == 0:  # type: ignore[attr-defined]  # set outside the class
-            with facts_of(trainer.strategy).local_code():
+            with self._facts.local_code():
                 self._running.batches.add(batch)
         if self._replay is not None and (step + 1) % self.replay_every == 0:
             self._replay.start()
@@ -117,14 +117,15 @@ class Guard(Callback):
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._running.observe()
-        with facts_of(trainer.strategy).local_code():
+        with self._facts.local_code():
+            self._running.records.before_backward(loss)
             self._steps.before_backward()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._is_due(self._begun_at + 1):
             self._scheduled = scheduled_rates(trainer)  # After this step, schedules may have computed other rates.
-        with facts_of(trainer.strategy).local_code():
+        with self._facts.local_code():
             self._running.records.add_gradients(self._begun_at + 1, optimizer)
             self._steps.before_step(optimizer)
 
@@ -133,7 +134,7 @@ class Guard(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        with facts_of(trainer.strategy).local_code():
+        with self._facts.local_code():
             self._running.records.add_loss(self._begun_at + 1, loss)
             differing = [] if self._replay is None else self._replay.end()
         if differing:
@@ -159,7 +160,7 @@ class Guard(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with facts_of(trainer.strategy).local_code():
+        with self._facts.local_code():
             repeated = self._running.batches.end_epoch()
         if repeated and self._applied["samples"] and yields_each_once(trainer.train_dataloader):
             self._note(
@@ -205,7 +206,7 @@ class Guard(Callback):
 
     def _check(self, trainer: Trainer) -> None:
         """Check, print the findings, and stop if this is wanted. All ranks that step together must call this."""
-        facts, step = facts_of(trainer.strategy), trainer.global_step
+        facts, step = self._facts, trainer.global_step
         facts.settle_weights()
         with facts.local_code():
             values, rows, alone = self._running.check(step)
@@ -250,7 +251,7 @@ class Guard(Callback):
         return [("guard", text + (f"{self._alarms} with findings: see above" if self._alarms else "nothing found"))]
 
     def _gather(self, trainer: Trainer, values: Tensor) -> Tensor:
-        return facts_of(trainer.strategy).gather_from_ranks(values.to(trainer.strategy.root_device)).cpu()
+        return self._facts.gather_from_ranks(values.to(trainer.strategy.root_device)).cpu()
 
     def _compare_batches(self, facts: StrategyFacts, rows: list[list[int]], step: int) -> list[Finding]:
         leaders = range(0, len(rows), facts.ranks_per_batch)
@@ -290,7 +291,7 @@ class Guard(Callback):
         self, trainer: Trainer, save: Any, checkpoint: Mapping[str, Any], path: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Save a checkpoint, and read it back."""
-        with facts_of(trainer.strategy).local_code():
+        with self._facts.local_code():
             written = digests_in(checkpoint)
         save(checkpoint, path, *args, **kwargs)
         for finding in self._steps.in_checkpoint(checkpoint, str(path)):
@@ -301,7 +302,7 @@ class Guard(Callback):
             self._verified = None
         if not file.is_file():
             return  # At a URL, or a folder.
-        with facts_of(trainer.strategy).local_code():
+        with self._facts.local_code():
             fault = fault_of(file, written)
         if fault is None:
             self._saved[file] = trainer.global_step

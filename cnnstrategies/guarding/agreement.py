@@ -76,7 +76,9 @@ def disagreements(values: Sequence[ComparedValue], gathered: Tensor, step: int) 
         step: Number of steps before the check.
     """
     wrong: dict[ValueKind, list[tuple[ComparedValue, int, int]]] = {}
-    for index, value in enumerate(values):
+    differ = (gathered[..., 0] != gathered[0, :, 0]).any(0)
+    for index in differ.nonzero().flatten().tolist():
+        value = values[index]
         ranks = range(len(gathered)) if value.holders is None else value.holders
         digests = [int(gathered[rank, index, 0]) for rank in ranks]
         changed = {bool(gathered[rank, index, 1]) for rank in ranks}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 DEVIATIONS = 10.0  # Robust standard deviations of the logarithm from the history's median.
-WARM_UP = 200  # Number of values before the first comparison.
+WARM_UP = 200  # Usual number of values before the first comparison.
 KEPT = 1000  # Number of values in a history.
 RAISED = 1.1  # Factor of the learning rate from which on losses and gradients may grow by design.
 
@@ -33,10 +33,11 @@ class ValueHistory:
 
     Args:
         factor: Smallest ratio of a spike to the largest earlier value.
+        warm_up: Number of values before the first comparison.
     """
 
-    def __init__(self, factor: float) -> None:
-        self._least = math.log(factor)
+    def __init__(self, factor: float, warm_up: int = WARM_UP) -> None:
+        self._least, self._warm_up = math.log(factor), warm_up
         self.reset()
 
     def reset(self) -> None:
@@ -48,7 +49,7 @@ class ValueHistory:
         positive = [(step, value) for step, value in values if 0 < value < math.inf]
         logarithms = torch.tensor([value for _, value in positive], dtype=torch.float64).log()
         spike, history = None, self._logarithms
-        if len(history) >= WARM_UP and positive:
+        if len(history) >= self._warm_up and positive:
             median = history.median()
             deviation = 1.4826 * (history - median).abs().median()
             limit = max(float(median + DEVIATIONS * deviation), float(history.max()) + self._least)

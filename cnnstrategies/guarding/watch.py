@@ -1,7 +1,7 @@
 """The checks of one rank: they collect values in each step, and compare them at each check."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,8 @@ from cnnstrategies.guarding.digests import digests
 from cnnstrategies.guarding.findings import Finding, and_others
 from cnnstrategies.guarding.modes import Modes
 from cnnstrategies.guarding.movement import Movement, MovementHistory, WeightState
-from cnnstrategies.guarding.records import StepRecords, TakenRecords
-from cnnstrategies.guarding.series import RAISED, ValueHistory, first_not_finite
+from cnnstrategies.guarding.records import TURNS, StepRecords, TakenRecords
+from cnnstrategies.guarding.series import RAISED, WARM_UP, ValueHistory, first_not_finite
 
 Holders = tuple[int, ...] | None
 # Texts of findings.
@@ -107,11 +107,12 @@ class TrainingWatch:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], run: WatchedRun) -> None:
         self._module, self._optimizers, self._run = module, optimizers, run
-        self.records = StepRecords(module, run.holds)
+        self.records = StepRecords(module, run.holds, run.sees_gradients and run.reads_weights)
         self.modes = Modes(module)
         self.batches = BatchRecords(run.holds)
         self._movements = MovementHistory()
-        self._losses, self._norms = ValueHistory(10.0), ValueHistory(100.0)
+        self._losses = ValueHistory(10.0)
+        self._norms: dict[int, ValueHistory] = {}  # By turn.
         self._digests: dict[tuple[str, str], int] = {}
         self._lowest_rate = float("inf")
         self._trainable: set[str] = set()
@@ -127,7 +128,7 @@ class TrainingWatch:
         self.records.observe()
         self.modes.observe()
 
-    def compared_values(self) -> Iterator[ComparedValue]:
+    def _compared_values(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[ComparedValue]:
         """Yield all values of which checksums are computed, those that the ranks compare and the others."""
         yield from options_of(self._optimizers)
         for name, layer in self.modes.layers.items():
@@ -135,9 +136,9 @@ class TrainingWatch:
         if not self._run.reads_weights:
             return
         optimized = self._optimized()
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in parameters.items():
             yield self._value("weight", name, parameter, (parameter,))
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in parameters.items():
             optimizer = optimized.get(id(parameter)) if self._run.sees_gradients else None
             if optimizer is not None and not isinstance(optimizer, ZeroRedundancyOptimizer):
                 content = states_of(optimizer, parameter) if self._run.holds(parameter) else ()
@@ -172,7 +173,8 @@ class TrainingWatch:
             The values that the ranks compare; for each of them its checksum and whether it has changed since the last
             check (values, 2); and the findings of this rank alone.
         """
-        values = list(self.compared_values())
+        parameters = dict(self._module.named_parameters())
+        values = list(self._compared_values(parameters))
         tensors = [part for value in values if not isinstance(value.content, int) for part in value.content]
         sums = iter(digests(tensors).tolist())
         rows: list[tuple[int, int]] = []
@@ -188,7 +190,7 @@ class TrainingWatch:
                 )
             self._digests[value.kind, value.name] = digest
             rows.append((digest, int(before.get((value.kind, value.name), digest) != digest)))
-        findings = self._own_findings(step)
+        findings = self._own_findings(step, parameters)
         self._checked_at = step
         if not self._run.replicas_agree:
             kept = [index for index, value in enumerate(values) if value.kind in ("option", "mode")]
@@ -199,9 +201,10 @@ class TrainingWatch:
         """Return a checksum of the names of values, which must be equal before the ranks exchange checksums."""
         return zlib.crc32(repr([(value.kind, value.name) for value in values]).encode())
 
-    def _own_findings(self, step: int) -> list[Finding]:
-        records, make = self.records.take(self._optimizers), partial(Finding, rank=self._run.rank)
-        findings = [*self._finite(records, make), *self._spikes(records, make), *self._moves(records, make, step)]
+    def _own_findings(self, step: int, parameters: Mapping[str, nn.Parameter]) -> list[Finding]:
+        records, make = self.records.take(self._optimizers, parameters), partial(Finding, rank=self._run.rank)
+        findings = [*self._finite(records, make), *self._spikes(records, make)]
+        findings += self._moves(records, make, step, parameters)
         if step > self._checked_at and (left := self.modes.left_in_evaluation()):
             findings.append(make("modes", step=step, tensor=and_others(left), **LEFT))
         return findings
@@ -210,7 +213,12 @@ class TrainingWatch:
         at = first_not_finite(records.norms(), self._run.may_skip)
         loss_at = first_not_finite(records.losses, self._run.may_skip)
         if loss_at is not None and (at is None or loss_at <= at):
-            yield make("finite", step=loss_at, tensor="the loss", **NOT_FINITE)
+            # Weights that are wrong before the loss is were made wrong by the step before.
+            if wrong := records.wrong_weights:
+                tensor = f"the gradient of {and_others(wrong[::-1])}"
+                yield make("finite", step=max(1, loss_at - 1), tensor=tensor, **NOT_FINITE)
+            else:
+                yield make("finite", step=loss_at, tensor="the loss", **NOT_FINITE)
         elif at is not None:
             # The backward goes from the last layer to the first, so the last wrong gradient is the first in time.
             norms = records.at(at)
@@ -222,25 +230,31 @@ class TrainingWatch:
         if highest > RAISED * min(self._lowest_rate, lowest) or records.trainable != self._trainable:
             # The rate has been raised or parameters were unfrozen, so values may grow by design.
             self._losses.reset()
-            self._norms.reset()
+            self._norms.clear()
             self._lowest_rate, self._trainable = lowest, records.trainable
         self._lowest_rate = min(self._lowest_rate, lowest)
         if spike := self._losses.first_spike(records.losses):
             fault = f"is {spike[1]:.1e} times its median so far"
             yield make("history", step=spike[0], tensor="the loss", fault=fault, **SPIKE)
-        if spike := self._norms.first_spike(records.norms()):
+        turns = sorted({each.turn for each in records.gradients})
+        for turn in turns:
+            self._norms.setdefault(turn, ValueHistory(100.0, WARM_UP if len(turns) == 1 else WARM_UP // TURNS))
+        spikes = (self._norms[turn].first_spike(records.norms(turn)) for turn in turns)
+        if spike := min(filter(None, [*spikes]), default=None):
             norms = records.at(spike[0])
             largest = max(norms, key=lambda name: norms[name])
             fault = f"raises the norm of all gradients to {spike[1]:.1e} times its median so far"
             yield make("history", step=spike[0], tensor=f"the gradient of {largest}", fault=fault, **SPIKE)
 
-    def _moves(self, records: TakenRecords, make: Callable[..., Finding], step: int) -> Iterator[Finding]:
+    def _moves(
+        self, records: TakenRecords, make: Callable[..., Finding], step: int, parameters: Mapping[str, nn.Parameter]
+    ) -> Iterator[Finding]:
         if not self._run.reads_weights:
             return
         optimized = self._optimized()
         held = {
             name: parameter
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in parameters.items()
             if parameter.is_floating_point() and self._run.holds(parameter)
         }
         norms = norms_of([parameter.detach() for parameter in held.values()]).tolist() if held else []
