@@ -101,7 +101,9 @@ def has_risen(reference: Sequence[float], recent: Sequence[float], least: float,
         least: Smallest difference between a recent value and the median of the reference.
         needs: Evidence that the detector needs.
     """
-    usual = statistics.median(reference)
+    usual, lowest = statistics.median(reference), min(recent)
+    if lowest <= usual + least:
+        return False
     deviation = NORMAL * statistics.median(abs(value - usual) for value in reference)
     highest = sorted(reference)[-1 - needs.outliers]
-    return min(recent) > max(highest, usual + max(least, needs.spreads * deviation))
+    return lowest > max(highest, usual + needs.spreads * deviation)

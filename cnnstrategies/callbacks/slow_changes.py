@@ -120,6 +120,7 @@ class SlowSteps:
         self._short: list[Sequence[StepBlock]] = []  # Blocks that are too short.
         self._changes: list[SlowChange] = []
         self._actions: dict[str, _Occurrences] = {}
+        self._loaders: list[_Loader] = []
 
     def add(self, blocks: Sequence[StepBlock]) -> Iterator[SlowChange | StepsEnded]:
         """Add the blocks of all ranks with one number, and yield the changes that they show.
@@ -149,10 +150,57 @@ class SlowSteps:
             yield change
         if event is not None:
             self._blocks = deque([*self._blocks][-EACH_STEP.recent :], self._blocks.maxlen)
+        self._loaders = self._loaders or [_Loader(rank) for rank in range(len(blocks))]
+        for loader in self._loaders:
+            yield from loader.add(blocks, usual, is_slow=bool(self._changes))
         known = {change.name for change in self._changes}
         names = {name for block in blocks for name in block.occurrences} | self._actions.keys()
         for name in sorted(names - known):
             yield from self._actions.setdefault(name, _Occurrences(name)).add(blocks, usual)
+
+
+class _Loader:
+    """Data loader of a rank whose samples other ranks take over if it becomes slow, as with ``ddp_balanced``.
+
+    Then the rank waits longer for its loader and computes less, and a step may take about as long as before.
+
+    Args:
+        rank: The rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._level = Level(EACH_STEP)
+        self._blocks: deque[StepBlock] = deque(maxlen=self._level.values.maxlen)
+        self._computed = self._step = 0.0  # Usual seconds of computing and of a step before the last rise.
+        self._first = 0  # Number of the first step of this rise.
+        self._change: SlowChange | None = None
+
+    def add(self, blocks: Sequence[StepBlock], usual: float, is_slow: bool) -> Iterator[SlowChange | StepsEnded]:
+        """Add the blocks of all ranks, and yield the changes that they show; see `SlowSteps.add`.
+
+        Args:
+            blocks: One block of each rank, in rank order.
+            usual: Usual seconds of a step.
+            is_slow: Whether a change of the step time is reported, which names the cause.
+        """
+        self._blocks.append(blocks[self._rank])
+        earlier, recent = [*self._blocks][: -EACH_STEP.recent], [*self._blocks][-EACH_STEP.recent :]
+        event = self._level.add(blocks[self._rank].data, max(LEAST * usual, LEAST_SECONDS))
+        if event is LevelEvent.RISE:
+            self._computed = statistics.median(block.compute for block in earlier)
+            self._step, self._first = usual, recent[0].first
+        elif event is LevelEvent.RETURN and self._change is not None:
+            change, self._change = self._change, None
+            yield StepsEnded(change, recent[0].first, statistics.median(block.step for block in recent))
+        if self._level.rises and self._change is None and not is_slow:
+            before, after = self._level.rises[-1]
+            computed = statistics.median(block.compute for block in recent)
+            if self._computed - computed > (after - before) / 2:
+                step = statistics.median(block.step for block in recent)
+                ranks = (self._rank,)
+                self._change = SlowChange("data", "", ranks, len(blocks), self._first, before, after, self._step, step)
+                yield self._change
 
 
 class _Occurrences:

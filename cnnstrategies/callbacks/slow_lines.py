@@ -37,15 +37,16 @@ def line_about(change: SlowChange, kind: StepKind, me: str) -> str:
     size = f"a step takes {milliseconds(change.step_after)} ({milliseconds(change.step_before)} before)"
     is_alone = change.world == 1 and kind != "worker"
     subject = _ranks(change.ranks, change.world, me)
+    is_plural = 1 < len(change.ranks) < change.world
     times = f"{milliseconds(change.after)} ({milliseconds(change.before)} before)"
     remedy = REMEDIES[change.part]
     if change.part == "compute":
         text = f"the own work of {subject} takes {times}"
         remedy = ALL_RANKS if is_alone or len(change.ranks) == change.world > 1 else remedy
     elif change.part == "data":
-        text = f"{subject} waits {times} for the data loader"
+        text = f"{subject} {'wait' if is_plural else 'waits'} {times} for the data loader"
     elif change.part == "rest":
-        text = f"{subject} is busy between the steps for {times}"
+        text = f"{subject} {'are' if is_plural else 'is'} busy between the steps for {times}"
     elif change.part == "waited" and kind == "worker":
         text, remedy = f"{subject} waits {times} for the servers", REMEDIES["servers"]
     elif change.part == "waited":

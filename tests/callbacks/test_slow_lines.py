@@ -115,7 +115,9 @@ USUAL = {"compute": 0.2, "data": 0.01, "rest": 0.01, "waited": 0.02}
         ({1: {"compute": 0.1}}, "the own work of rank 1 takes 300 ms (200 ms before)"),
         ({rank: {"compute": 0.1} for rank in range(3)}, "the own work of each rank takes 300 ms (200 ms before)"),
         ({2: {"data": 0.1}}, "rank 2 waits 110 ms (10 ms before) for the data loader"),
-        ({0: {"rest": 0.1}, 1: {"rest": 0.1}}, "ranks 0, 1 is busy between the steps for 110 ms (10 ms before)"),
+        ({0: {"rest": 0.1}, 1: {"rest": 0.1}}, "ranks 0, 1 are busy between the steps for 110 ms (10 ms before)"),
+        ({0: {"data": 0.1}, 2: {"data": 0.1}}, "ranks 0, 2 wait 110 ms (10 ms before) for the data loader"),
+        ({rank: {"rest": 0.1} for rank in range(3)}, "each rank is busy between the steps for 110 ms (10 ms before)"),
         ({rank: {"waited": 0.1} for rank in range(3)}, "but the ranks wait 120 ms (20 ms before) for messages"),
     ],
 )
@@ -128,6 +130,38 @@ def test_a_line_names_the_part_that_has_grown_and_its_rank(planted: Any, text: s
     assert text in line
     assert "a step takes 340 ms (240 ms before): " in line
     assert line_about_end(end) == "not slow any more since step 210: a step takes 240 ms (340 ms before)"
+
+
+@pytest.mark.light
+def test_a_slow_loader_is_named_if_other_ranks_take_over_its_samples() -> None:
+    """The ranks have other shares two blocks after the loader has become slow, so a step takes as long as before."""
+    machine, changes = SlowSteps(), []
+    for number in range(60):
+        is_slow, is_shifted = 30 <= number < 50, 32 <= number < 50
+        data = (0.15 if is_shifted else 0.4) * is_slow + 0.01
+        compute = (0.05, 0.22) if is_shifted else (0.2, 0.2)
+        step = max(data + compute[0], compute[1]) + 0.02
+        blocks = [
+            StepBlock(number, 7 * number, 7, step, each, data * (rank == 0), 0.0, 0.0, {})
+            for rank, each in enumerate(compute)
+        ]
+        changes += [(number, event) for event in machine.add(blocks)]
+    (at, change), (_, end) = changes
+    assert 7 * at - 7 * 30 <= 50
+    text = "slow since step 210: rank 0 waits 160 ms (10 ms before) for the data loader; a step takes 240 ms (230 ms "
+    assert line_about(change, "replica", "the process").startswith(text)
+    assert isinstance(end, StepsEnded)
+
+
+@pytest.mark.light
+def test_a_loader_that_waits_in_place_of_its_rank_has_no_line() -> None:
+    """Rank 0 waits for rank 1 in each step, so its loader may take longer."""
+    machine = SlowSteps()
+    for number in range(60):
+        data = 0.1 if number >= 30 else 0.01
+        ranks = ((0.1, data, 0.12 - data), (0.2, 0.01, 0.01))
+        blocks = [StepBlock(number, 7 * number, 7, 0.22, *each[:2], 0.0, each[2], {}) for each in ranks]
+        assert list(machine.add(blocks)) == []
 
 
 @pytest.mark.light
