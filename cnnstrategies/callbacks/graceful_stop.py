@@ -20,7 +20,7 @@ from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.runtime.helper_processes import shield_helpers
 from cnnstrategies.runtime.memory_records import exit_at_once
 from cnnstrategies.runtime.stop_signals import LimitsStop, Repeated, acting_on, expected_repeats, settle
-from cnnstrategies.strategies.protocol import facts_of
+from cnnstrategies.strategies.protocol import FINDING, facts_of
 
 CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
 # Largest number of steps by which a stop is postponed. Without this limit, a run that logs or validates after every
@@ -123,7 +123,7 @@ class GracefulStop(LimitsStop, Callback):
             # The ranks make their steps independently of each other, so they cannot exchange flags by a collective. The
             # strategy itself makes all ranks stop.
             stop = facts.agree_on_stop(self._signals.received)
-            if stop is not None:
+            if stop not in (None, FINDING):
                 self._stop(trainer, stop)
             return
         now = time.monotonic()

@@ -31,7 +31,7 @@ from cnnstrategies.guarding.rates import RateHistory, ScheduledRate
 from cnnstrategies.guarding.replay import Replay
 from cnnstrategies.guarding.rereading import digests_in, fault_of
 from cnnstrategies.guarding.watch import TrainingWatch
-from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
+from cnnstrategies.strategies.protocol import FINDING, StrategyFacts, facts_of
 
 EXIT_CODE = 3  # Exit code of a run that a finding has stopped.
 MOST_KEYS = 8  # Number of findings of a rank of which the other ranks learn at a check.
@@ -150,6 +150,10 @@ class Guard(Callback):
             self._is_checked = self._is_due(step)
             if self._is_checked:
                 self._check(trainer)
+            # Ranks that step on their own do not wait for each other, and another rank may have found something.
+            is_alone = self.on_finding == "stop" and not self._facts.steps_in_lockstep
+            if is_alone and self._facts.agree_on_stop(None) == FINDING:
+                self._stop(trainer)
 
     @override
     def on_validation_batch_start(
@@ -239,6 +243,8 @@ class Guard(Callback):
         if stops or compared:
             self._alarms += 1
             if self.on_finding == "stop":
+                if not facts.steps_in_lockstep:
+                    facts.agree_on_stop(FINDING)
                 self._stop(trainer)
         elif saved := [path for path, saved_at in self._saved.items() if saved_at <= step]:
             self._verified = saved[-1]

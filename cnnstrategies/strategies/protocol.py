@@ -49,6 +49,7 @@ GradientWeighting = Literal["equal", "by_rank", "by_sample"]
 # "worker": the whole network, with parameters from servers.
 # "parts": the whole network, on the process's part of each image.
 StepKind = Literal["replica", "stages", "worker", "parts"]
+FINDING = 1000  # In place of a signal: the callback Guard stops all processes.
 
 
 class StrategyFacts:
@@ -409,7 +410,7 @@ class StrategyFacts:
         step. By default each process stops after its own signal.
 
         Args:
-            received: The signal that this process has received; None if it has received none.
+            received: The signal that this process has received, or `FINDING`; None if it has received none.
         """
         return received
 

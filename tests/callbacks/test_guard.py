@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,35 @@ def test_a_damaged_checkpoint_stops_both_ranks_and_the_verified_one_is_named(tmp
     output = (tmp_path / "output").read_text()
     assert "step=32.ckpt has another value of ['state_dict']['head.1.weight'] than the run had in memory" in output
     assert f"guard: stopped after step 40; the last verified checkpoint is {tmp_path}/saved/step=24.ckpt" in output
+
+
+class CountsSteps(Callback):
+    """Writes the number of each rank's steps, and stays behind on rank 0, which has no finding."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        time.sleep(0.01 * trainer.is_global_zero)
+        (self.folder / f"step-{trainer.global_rank}").write_text(str(trainer.global_step))
+
+
+def test_a_finding_stops_ranks_that_step_on_their_own(tmp_path: Path) -> None:
+    """Rank 1 has the finding, and rank 0 ends the run with the exit code."""
+    steps = 2000
+    strategy = ParameterServerStrategy(mode="async", start_method="fork")
+    faults = At(5, lambda module: module.eval(), 1)
+    ends = pytest.raises(AssertionError, match="exit code 3")
+    with (tmp_path / "output").open("w") as output, contextlib.redirect_stderr(output), ends:
+        train(
+            tmp_path, Small, CountsSteps(tmp_path), faults, guard=Guard("stop", every=10), strategy=strategy,
+            devices=2, steps=steps, loader=lambda: images(8 * steps), limit_val_batches=0,
+        )  # fmt: skip
+    lines = [line for line in (tmp_path / "output").read_text().splitlines() if line.startswith("guard:")]
+    at = int((tmp_path / "step-0").read_text())
+    assert lines[0].startswith("guard: rank 1, step 20: backbone.1 (and 1 others) has been in evaluation mode")
+    assert lines[1:] == [f"guard: stopped after step {at}; no checkpoint was verified before"]
+    assert [int((tmp_path / "step-1").read_text()), at < steps] == [20, True]
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         After this call the worker does not wait for other workers, because the workers may stop in different steps.
 
         Args:
-            received: The signal that this process has received; None if it has received none.
+            received: The signal that this process has received, or `FINDING`; None if it has received none.
         """
         membership = self.collectives.membership
         if received is not None:
