@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torchmetrics.classification import BinaryConfusionMatrix, MulticlassConfusionMatrix
 
@@ -184,6 +185,48 @@ def draw_masks(
         tiles += [pixels, over(pixels, true, hidden), over(pixels, answer, hidden)]
         captions += [text, "true", "predicted"]
     _draw_sheet(tiles, captions, 6 if len(images) > 1 else 3, title, path)
+
+
+def draw_boxes(
+    images: Sequence[Tensor],
+    boxes: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    predicted: Tensor,
+    texts: Sequence[str],
+    title: str,
+    path: Path,
+) -> None:
+    """Draw each image with its true boxes, and next to it with its predicted boxes. A class has one colour.
+
+    Args:
+        images: float (C, H, W) in [0, 1], of any sizes.
+        boxes: True boxes of each image (n, 4) as x1, y1, x2, y2.
+        labels: Labels of the true boxes (n,).
+        predicted: Predicted boxes (N, m, 6): four corners, label and score. Rows with the score 0 are unused.
+        texts: Text above each image.
+        title: Text above the sheet.
+        path: The PNG file.
+    """
+    tiles, captions = [], []
+    for image, true, kinds, answer, text in zip(images, boxes, labels, predicted, texts, strict=False):
+        pixels = scaled((image * 255).clamp(0, 255).to(torch.uint8))
+        factor = pixels.shape[0] / image.shape[1]
+        drawn = answer[answer[:, 5] > 0]
+        tiles += [with_boxes(pixels, true * factor, kinds), with_boxes(pixels, drawn[:, :4] * factor, drawn[:, 4])]
+        captions += [text, "predicted"]
+    _draw_sheet(tiles, captions, 4 if len(tiles) > 2 else 2, title, path)
+
+
+def with_boxes(pixels: Pixels, boxes: Tensor, labels: Tensor) -> Pixels:
+    """Return an image (h, w, 3) with boxes (n, 4), as x1, y1, x2, y2, in the colours of their labels (n,)."""
+    picture, colours = Image.fromarray(pixels), palette()
+    pen = ImageDraw.Draw(picture)
+    for (left, top, right, bottom), label in zip(boxes.tolist(), labels.int().tolist(), strict=True):
+        start = 3 * (label % 256)
+        colour = (colours[start], colours[start + 1], colours[start + 2])
+        corners = (left, top, max(left, right - 1), max(top, bottom - 1))
+        pen.rectangle(corners, outline=colour if label else (255, 255, 255), width=2)
+    return np.asarray(picture)
 
 
 def _draw_sheet(tiles: Sequence[Pixels], texts: Sequence[str], columns: int, title: str, path: Path) -> None:

@@ -109,7 +109,18 @@ def _write_mistakes(evaluated: Evaluated, path: Any) -> None:
     names = [evaluated.sample_name(index) for index in rows]
     chosen = list(rows.values())
     columns, lines = describe_mistakes(evaluated, chosen)
-    if "masks" not in states:
+    if "boxes" in states:
+        count = min(len(chosen), drawing.MASKED)
+        drawing.draw_boxes(
+            images[:count],
+            [target["boxes"] for target in targets[:count]],
+            [target["labels"] for target in targets[:count]],
+            states["boxes"][chosen[:count]],
+            [f"{drawing.shortened(name)}\n{line}" for name, line in zip(names, lines, strict=True)],
+            f"worst images, {evaluated.title}",
+            path("boxes.png"),
+        )
+    elif "masks" not in states:
         texts = ["\n".join([name, text]) for name, text in zip(map(drawing.shortened, names), lines, strict=True)]
         drawing.draw_images(list(images), texts, f"worst mistakes, {evaluated.title}", path("mistakes.png"))
     elif states["masks"].numel():
@@ -124,8 +135,12 @@ def _write_mistakes(evaluated: Evaluated, path: Any) -> None:
             path("masks.png"),
         )
     values = [[f"{value:.6f}" for value in states["worst_values"][row].tolist()] for row in chosen]
-    header = ["sample", "mistake", columns[0], *columns[1:]]
-    table = [[name, line, *value[: len(columns)]] for name, line, value in zip(names, lines, values, strict=True)]
+    header = ["sample", "mistake", *columns]
+    first = 1 if "boxes" in states else 0  # The size of the mistake is the sum of the other two numbers.
+    table = [
+        [name, line, *value[first : first + len(columns)]]
+        for name, line, value in zip(names, lines, values, strict=True)
+    ]
     write_table(path("mistakes.csv"), [header, *table])
 
 
@@ -138,6 +153,8 @@ def describe_mistakes(evaluated: Evaluated, rows: Sequence[int]) -> tuple[list[s
     """
     states = evaluated.states
     integers, values = states["worst_rows"][rows].tolist(), states["worst_values"][rows].tolist()
+    if "boxes" in states:
+        return ["missing", "wrong"], [f"{value[1]:.0f} missing, {value[2]:.0f} wrong" for value in values]
     if "masks" in states:
         return ["wrong"], [f"{value[0]:.1%} of the pixels are wrong" for value in values]
     if "points" in states:

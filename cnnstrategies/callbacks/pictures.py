@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
+from cnnstrategies.callbacks.box_counts import BoxCounts
 from cnnstrategies.callbacks.picture_counts import PictureCounts, counts_for
 from cnnstrategies.callbacks.picture_files import Evaluated, write_pictures
 from cnnstrategies.callbacks.tables import relative
@@ -52,7 +53,8 @@ class Pictures(Callback):
     - for several labels: the same for each label;
     - for a regression: predicted against true values, a table of the errors, and the worst mistakes;
     - for a segmentation: the confusion matrix of the pixels, a table with the intersection over union of each class,
-      and true and predicted masks over the worst images.
+      and true and predicted masks over the worst images;
+    - for a detection: the images with the most missing and wrong boxes, with their true and predicted boxes.
 
     The counts are taken from the outputs of ``validation_step`` and ``test_step``, over all ranks. They are tensors of
     fixed size on the device. The pictures of a ``fit`` show the epoch of the best checkpoint, if this start of the run
@@ -82,7 +84,10 @@ class Pictures(Callback):
         debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
         draws = bool(trainer.loggers) and not debugging and stage != "predict"
         image_shape = getattr(getattr(trainer, "datamodule", None), "image_shape", None)
-        self.counts = counts_for(pl_module, image_shape) if draws else None
+        self.counts = None
+        if draws:
+            detects = getattr(pl_module, "task", None) == "detection"
+            self.counts = BoxCounts(0) if detects else counts_for(pl_module, image_shape)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -107,7 +112,10 @@ class Pictures(Callback):
     ) -> None:
         if self.counts is None or trainer.sanity_checking or dataloader_idx:
             return
-        if isinstance(outputs, dict) and {"logits", "targets"} <= outputs.keys():
+        if isinstance(self.counts, BoxCounts):
+            indices = indices_of(trainer, batch_idx, len(outputs["targets"]), pl_module.device)
+            self.counts.update(outputs["detections"], outputs["targets"], indices)
+        elif isinstance(outputs, dict) and {"logits", "targets"} <= outputs.keys():
             logits, targets = outputs["logits"].detach(), outputs["targets"]
             indices = indices_of(trainer, batch_idx, len(targets), logits.device)
             self.counts.update(logits, targets, indices)

@@ -1,9 +1,10 @@
-"""Callback that writes the predictions of all ranks to one CSV file, or segmentation masks to PNG files."""
+"""Callback that writes the predictions of all ranks to one CSV or json file, or segmentation masks to PNG files."""
 
 import codecs
 import csv
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 class PredictionWriter(Callback):
-    """Callback that writes the results of ``predict_step``: probabilities or values to a CSV file, masks to PNG files.
+    """Callback that writes the results of ``predict_step``: a CSV file, COCO json for boxes, or PNG files for masks.
 
     The CSV file has one row for each sample, in the order of the dataset, for any number of processes. The columns
     are ``sample`` (the data module's ``sample_name(index)``, or else the index), ``class`` (the name of the most
@@ -34,17 +35,22 @@ class PredictionWriter(Callback):
     Each process writes the masks of its own samples as PNG files, which are named after the samples. The value of a
     pixel is the index of its class, and a palette assigns a colour to each class.
 
+    Boxes are written as COCO json: a list with ``image_id``, ``category_id``, ``bbox`` (x1, y1, width and height in
+    pixels of the image file), ``score``, and in addition ``file_name`` and the name of the class in ``category``. The
+    numbers are those of the data set's own COCO json, or else the index of the image and the label.
+
     Args:
-        output: Path of the CSV file, by default ``predictions.csv`` in the log directory. For masks: path of the
-            folder, by default ``predictions`` in the log directory.
+        output: Path of the CSV file, by default ``predictions.csv`` in the log directory, or of the json file, by
+            default ``predictions.json``. For masks: path of the folder, by default ``predictions`` in the log
+            directory.
         images: Folder of the images to predict instead of the data module's images. Images in subfolders at any depth
             are included. The images get the preprocessing of the data module's validation images. The name of a sample
             is the path of its image.
 
     Raises:
         ConfigurationError: ``predict_step`` did not return a dict with ``index`` (N,) and ``probabilities``
-            (N, classes), ``values`` (N, numbers) or ``masks`` (N, H, W); the folder ``images`` has no images; or the
-            file cannot be written. If it cannot be written, an earlier file with the same name is kept.
+            (N, classes), ``values`` (N, numbers), ``masks`` (N, H, W) or ``detections``; the folder ``images`` has no
+            images; or the file cannot be written. If it cannot be written, an earlier file with the same name is kept.
     """
 
     def __init__(self, output: Path | None = None, images: Path | None = None) -> None:
@@ -55,6 +61,7 @@ class PredictionWriter(Callback):
         self._folder = Path()
         self._masks: int | None = None  # Number of masks that this process has written; None for a CSV file.
         self._are_values = False
+        self._boxes: list[Tensor] | None = None  # See `rows_of`; None if the predictions are not boxes.
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,15 +94,20 @@ class PredictionWriter(Callback):
             write_masks(folder, getattr(trainer, "datamodule", None), outputs["index"].tolist(), outputs["masks"].cpu())
             self._masks = (self._masks or 0) + len(outputs["index"])
             return
+        if isinstance(outputs, dict) and {"index", "detections"} <= outputs.keys():
+            check_indices(outputs["index"])
+            rows = rows_of(outputs["index"], outputs["detections"])
+            self._boxes = [*(self._boxes or []), rows]
+            return
         self._are_values = isinstance(outputs, dict) and "values" in outputs
-        rows = "values" if self._are_values else "probabilities"
-        if not isinstance(outputs, dict) or not {"index", rows} <= outputs.keys():
+        kind = "values" if self._are_values else "probabilities"
+        if not isinstance(outputs, dict) or not {"index", kind} <= outputs.keys():
             raise ConfigurationError(
                 f"{type(pl_module).__name__}.predict_step returned {type(outputs).__name__}: to write predictions.csv, "
                 "return a dict with 'index' (N,) and 'probabilities' (N, classes)"
             )
         self._indices.append(outputs["index"].cpu())
-        self._probabilities.append(outputs[rows].float().cpu())
+        self._probabilities.append(outputs[kind].float().cpu())
 
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,6 +116,13 @@ class PredictionWriter(Callback):
             folder = self.output or self._folder / "predictions"
             rank_zero_info(f"This process has written {self._masks} masks to {folder}")
             self._masks = None
+            return
+        if self._boxes is not None:
+            boxes, self._boxes = gather_rows(trainer, torch.cat(self._boxes)), None
+            if trainer.is_global_zero:
+                path = self.output or self._folder / "predictions.json"
+                write_boxes(path, getattr(trainer, "datamodule", None), boxes)
+                rank_zero_info(f"Wrote {len(boxes)} predicted boxes to {path}")
             return
         indices, probabilities = (
             gather_rows(trainer, torch.cat(rows)) for rows in (self._indices, self._probabilities)
@@ -168,6 +187,44 @@ def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     return torch.cat([of_rank[:count] for count, of_rank in zip(counts, gather(padded), strict=True)])
+
+
+def rows_of(indices: Tensor, detections: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Return one row for each box of a batch (n, 7), float64 on the CPU: index, label, score, x1, y1, x2 and y2."""
+    rows = [torch.zeros(0, 7, dtype=torch.float64)]
+    for index, detection in zip(indices.tolist(), detections, strict=False):
+        boxes = detection["boxes"].double().cpu()
+        columns = [torch.full((len(boxes),), float(index)), detection["labels"].cpu(), detection["scores"].cpu()]
+        rows.append(torch.cat([*(column.double()[:, None] for column in columns), boxes], 1))
+    return torch.cat(rows)
+
+
+def write_boxes(path: Path, datamodule: Any, rows: Tensor) -> None:
+    """Write predicted boxes as COCO json.
+
+    Args:
+        path: The file.
+        datamodule: The data module. Its methods ``boxes_of_image``, ``category_of``, ``number_of`` and ``sample_name``,
+            if they exist, give a box's pixels in the image file, its ``category_id``, ``image_id`` and ``file_name``.
+        rows: Rows of :func:`rows_of`, of all ranks.
+    """
+    names = getattr(datamodule, "class_names", None) or []
+    boxes_of_image = getattr(datamodule, "boxes_of_image", lambda index, boxes: boxes)
+    category_of = getattr(datamodule, "category_of", lambda label: label)
+    number_of = getattr(datamodule, "number_of", lambda index: index)
+    sample_name = getattr(datamodule, "sample_name", str)
+    entries: list[dict[str, Any]] = []
+    for number in sorted(set(rows[:, 0].tolist())):
+        index, of_image = int(number), rows[rows[:, 0] == number]
+        image = {"image_id": number_of(index), "file_name": sample_name(index)}
+        boxes = boxes_of_image(index, of_image[:, 3:]).tolist()
+        for (_, label, score, *_), (x1, y1, x2, y2) in zip(of_image.tolist(), boxes, strict=True):
+            name = {"category": names[int(label)]} if int(label) < len(names) else {}
+            corner_and_size = [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)]
+            entry = {**image, "category_id": category_of(int(label)), **name, "bbox": corner_and_size}
+            entries.append({**entry, "score": round(score, 6)})
+    with whole_file(path, "free some space, or set another path with --predictions.output") as file:
+        file.write(json.dumps(entries, indent=0).encode())
 
 
 def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Tensor) -> None:

@@ -155,6 +155,12 @@ class DetectionFolderDataModule(ImageDataModule):
         """Return the number of a label's class in COCO json, or the label for other annotation files."""
         return self.category_ids.get(self.class_names[label], label)
 
+    def number_of(self, index: int) -> int:
+        """Return the number of an image of the predict dataset in its annotation file, or else its index."""
+        source: Any = self.predict_source
+        number: int = source.number(index)
+        return number
+
     def _read(self, rules: BoxRules) -> None:
         self.left_out = Counter()
         read: dict[str, list[ReadImage]] = {}

@@ -60,7 +60,7 @@ class DetectionModule(NetworkModule):
             average precision is missing, or the data do not have boxes or ``num_classes`` classes.
     """
 
-    quality = "map"
+    quality, task = "map", "detection"
     loss = None  # type: ignore[assignment]  # The network computes its loss itself, so no pipeline can call it.
     least_loss_weight = 1  # FCOS and SSD divide by 1 if no box of a batch is foreground.
 
@@ -89,6 +89,9 @@ class DetectionModule(NetworkModule):
         self.train_loss = MeanOverSamples()
         self.val_quality, self.test_quality = DetectionQuality(), DetectionQuality()
         self._foreground: list[Tensor] = []  # Number of foreground boxes in each forward of the last training step.
+
+    # Reason for which each device needs whole images, for strategies that divide images.
+    whole_images = "anchors, matching and the selection of boxes need whole images: use strategy ddp or hybrid_pipeline"
 
     @property
     def divided_submodule(self) -> str | None:

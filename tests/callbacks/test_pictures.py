@@ -116,7 +116,7 @@ def test_masks_with_ignored_pixels_and_a_perfect_image() -> None:
 @pytest.mark.light
 def test_modules_that_declare_nothing_have_no_pictures() -> None:
     assert counts_for(torch.nn.Linear(1, 1), None) is None
-    assert counts_for(SimpleNamespace(num_classes=3, task="detection"), None) is None
+    assert counts_for(SimpleNamespace(num_classes=3, task="pose"), None) is None
     classifier = ImageClassifier(torch.nn.Linear(1, 3), 3)
     assert counts_for(classifier, None) is not None
     many = counts_for(SimpleNamespace(num_classes=5000), None)

@@ -56,9 +56,13 @@ def check_devices(parts: int, devices: int, device: torch.device, backend: str |
 def check_module(module: LightningModule) -> None:
     """Refuse a module that is compiled, or that a callback would compile, or that has layers without a rule.
 
+    A module that needs whole images says why in its attribute ``whole_images``.
+
     Raises:
         ConfigurationError: The module is refused.
     """
+    if (reason := getattr(module, "whole_images", None)) is not None:
+        raise ConfigurationError(f"strategy spatial cannot train {type(module).__name__}: {reason}")
     remedy = "spatial divides the operations of a module that is not compiled; leave torch.compile out, or use ddp"
     trainer = getattr(module, "_trainer", None)
     for owner in (module, *(() if trainer is None else trainer.callbacks)):
