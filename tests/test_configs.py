@@ -38,9 +38,13 @@ NEEDED = {
         "--model.init_args.network.init_args.name=shufflenet_v2_x0_5",
         "--model.init_args.network.init_args.weights=weights.pth",
     ],
+    "experiments/folder_retinanet_detection_gpu": [
+        *("--data.init_args.root=boxes", "--model.init_args.network.init_args.weights_backbone=null", *TWO),
+    ],
     "experiments/folder_unet_segmentation_gpu": ["--data.init_args.root=masks", *TWO],
     "experiments/imagenet_resnet50_ddp_8gpu": [*IMAGES, *TWO_OF_TORCHVISION],
     "experiments/imagenet_resnet50_recipe_8gpu": [*IMAGES, *TWO_OF_TORCHVISION],
+    "experiments/synthetic_retinanet_ddp_cpu": ["--data.init_args.num_samples=20"],
     "experiments/synthetic_unet_spatial_2parts": ["--data.init_args.image_size=64", "--data.init_args.num_samples=20"],
     "model/resnet20": ["--data=CIFAR10DataModule"],
     **{f"model/{name}": ["--data=SyntheticDataModule"] for name in ("timm_convnext", "torchvision_resnet50")},
@@ -70,7 +74,17 @@ def make_shards() -> None:
     pack(Path("images"), Path("shards"), EncodingOptions(None, None, 10**6), workers=1)
 
 
+def make_boxes() -> None:
+    for folder in ("images", "labels"):
+        (Path("boxes/train") / folder).mkdir(parents=True)
+    Path("boxes/classes.txt").write_text("cat\n")
+    for number in range(2):
+        Image.new("RGB", (50, 40)).save(f"boxes/train/images/{number}.jpg")
+        Path(f"boxes/train/labels/{number}.txt").write_text("0 0.5 0.5 0.2 0.4\n")
+
+
 MADE = {
+    "=boxes": make_boxes,
     "=images": make_images,
     "=shards": make_shards,
     "=masks": lambda: write_masked_images(Path("masks/train"), count=2),
@@ -78,8 +92,8 @@ MADE = {
 }
 
 
-HERE_TRAINED = [file for file in FILES if "/digits_" in file or "_spatial_" in file]
-SYNTHETIC = ("experiments/synthetic_", "model/timm", "model/torchvision")
+HERE_TRAINED = [file for file in FILES if "/digits_" in file or "_spatial_" in file or file.endswith("_ddp_cpu")]
+SYNTHETIC = ("experiments/synthetic_", "experiments/folder_retinanet", "model/timm", "model/torchvision")
 LARGE = [(file,) for file in FILES if file.startswith(SYNTHETIC) and file not in HERE_TRAINED]
 WHOLE = [(file,) for file in FILES if is_whole(file) and (file,) not in LARGE and file not in HERE_TRAINED]
 STRATEGIES = [file for file in FILES if file.startswith("strategy/") and file != "strategy/fsdp"]
@@ -115,7 +129,7 @@ def test_a_strategy_for_gpus_is_refused_on_a_cpu(capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize("file", HERE_TRAINED)
 def test_configurations_for_one_cpu_machine_train(run_cli, file: str) -> None:
     few = [f"--trainer.{name}=2" for name in ("limit_train_batches", "limit_val_batches")]
-    few.append(f"--trainer.max_epochs={11 if 'pruning' in file else 1}")
+    few.append(f"--trainer.max_epochs={11 if 'pruning' in file else 3 if 'retinanet' in file else 1}")
     forks = ["--trainer.strategy.init_args.start_method=fork"] * any(name in file for name in FORKED)
     code, output = run_cli(*words_of(file), *few, *forks)
     assert code == 0, output

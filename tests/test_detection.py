@@ -16,15 +16,19 @@ from torchvision.models.detection import FCOS, FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
 from torchvision.models.detection.ssd import SSD
 
-from cnnstrategies import ConfigurationError, DetectionModule
+from cnnstrategies import ConfigurationError, DetectionModule, verify
 from cnnstrategies.data import DigitsDataModule, SyntheticDetectionDataModule
 from cnnstrategies.detectors import SmallBackbone, SmallRetinaNet
 from cnnstrategies.models import detection_quality
 from cnnstrategies.models.detection_quality import DetectionQuality
 from cnnstrategies.models.detector import OWN_FOREGROUND, PADDED, SAMPLED
+from cnnstrategies.models.joined_batches import joined
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import differences_of_replicas
+from cnnstrategies.strategies.joined_parts import count_samples as count_of_part
+from cnnstrategies.strategies.joined_parts import join_parts
+from cnnstrategies.strategies.spatial.checks import check_module
 
 SIZE, CLASSES = 32, 3
 FIXED = {"min_size": SIZE, "max_size": SIZE}
@@ -261,3 +265,30 @@ def test_the_panel_names_what_differs_from_one_device() -> None:
     trainer.datamodule = shapes()  # type: ignore[attr-defined]
     module.trainer = trainer
     assert module.differences_of_parts(weighted=True) == [SAMPLED]
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (3, 3)])
+def test_batches_of_few_images_are_joined_as_images_and_boxes(counts: tuple[int, int]) -> None:
+    """A batch of two images is a pair of lists of two items, as is a list of two samples."""
+    parts = [batch_of([*range(count)]) for count in counts]
+    for result in (joined(parts), join_parts(parts, [count_of_part(part) for part in parts])):
+        images, targets = result
+        assert len(images) == len(targets) == sum(counts)
+        assert all("boxes" in target for target in targets)
+        expected = sorted(int(target["image_id"]) for part in parts for target in part[1])
+        assert sorted(int(target["image_id"]) for target in targets) == expected
+
+
+def test_verify_compares_detectors_with_one_device() -> None:
+    data = shapes(global_batch_size=4)
+    verdict = verify(made(fcos), data, BalancedDDPStrategy(start_method="fork"), devices=2, steps=2)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.light
+def test_images_that_strategies_divide_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"spatial cannot train DetectionModule: .* whole images: use strategy"
+    ):
+        check_module(made(retinanet))

@@ -137,12 +137,14 @@ class DetectionModule(NetworkModule):
             losses = self.network(list(images), [dict(target) for target in targets])
         total = self._total(losses)
         known = self.train_loss.update_called
-        self.train_loss.update(total.detach(), len(images))
+        # The logged losses are weighted as the gradients are.
+        weight = max(1, int(self.loss_weight(targets))) if self.loss_divisor == "own" else len(images)
+        self.train_loss.update(total.detach(), weight)
         if not known:
             self.log("train_loss", self.train_loss, on_step=False, on_epoch=True, prog_bar="train_loss" in ON_BAR)
         self.log("train_loss_step", total.detach(), on_step=True, on_epoch=False)
         for name, value in losses.items():
-            options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": len(images)}
+            options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": weight}
             self.log(f"train_{name.removeprefix('loss_')}", value.detach(), sync_dist=True, **options)
         return total
 

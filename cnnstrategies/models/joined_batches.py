@@ -85,6 +85,11 @@ def _have_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
     pairs = list(zip(lists, counts, strict=True))
     if hasattr(lists[0], "_fields") or any(len(listed) != count for listed, count in pairs):
         return False
+    if len({type(item[0]) if isinstance(item, (list, tuple)) and item else None for item in lists[0]}) > 1:
+        return False  # Items of different kinds are not samples, such as the images and the boxes of two images.
+    # Three images (3, H, W) look like three views with a row for each of three samples, which would be (3, C, H, W).
+    if all(isinstance(item, Tensor) and item.ndim == 3 for item in lists[0]):
+        return True
     return any(tensor.ndim and len(tensor) != count for listed, count in pairs for tensor in tensors_in(listed))
 
 

@@ -199,6 +199,9 @@ def _has_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
     """
     if any(len(part) != count or not _is_homogeneous(part) for part, count in zip(lists, counts, strict=True)):
         return False
+    # Three images (3, H, W) look like three views with a row for each of three samples, which would be (3, C, H, W).
+    if all(isinstance(item, Tensor) and item.ndim == 3 for part in lists for item in part):
+        return True
     sizes = [
         size == count
         for part, count in zip(lists, counts, strict=True)
@@ -210,17 +213,20 @@ def _has_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
 
 def _is_homogeneous(items: Sequence[Any]) -> bool:
     """Whether all items of a list are of one kind, as the items of samples are."""
-    kinds: set[Any] = {
-        (Tensor, item.dtype, len(item.shape))
-        if isinstance(item, DividedRows)
-        else (type(item), item.dtype, item.ndim)
-        if isinstance(item, (Tensor, np.ndarray))
-        else (type(item), *item)
-        if isinstance(item, dict)
-        else (type(item),)
-        for item in items
-    }
-    return len(kinds) <= 1
+    return len({_kind(item) for item in items}) <= 1
+
+
+def _kind(item: Any) -> Any:
+    """Return the kind of an item. Lists of images and lists of the images' boxes are of different kinds."""
+    if isinstance(item, DividedRows):
+        return Tensor, item.dtype, len(item.shape)
+    if isinstance(item, (Tensor, np.ndarray)):
+        return type(item), item.dtype, item.ndim
+    if isinstance(item, dict):
+        return type(item), *item
+    if _is_list(item) and item:
+        return type(item), _kind(item[0])
+    return (type(item),)
 
 
 def _values(part: Any, lengths: tuple[int, ...]) -> Iterator[tuple[Any, tuple[int, ...]]]:

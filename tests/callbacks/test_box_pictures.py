@@ -69,8 +69,11 @@ def test_predicted_boxes_are_coco_json_in_the_pixels_of_the_files() -> None:
     data.setup("predict")
     trainer = SimpleNamespace(world_size=1, is_global_zero=True, datamodule=data)
     writer = PredictionWriter(Path("a.json"))
-    found = boxes((4.0, 6.0, 24.0, 16.0), (60.0, -2.0, 200.0, 30.0), labels=[1, 1], scores=[0.75, 0.5])
-    for indices, detections in (([2, 1], [found, boxes(labels=[], scores=[])]), ([0], [boxes(labels=[], scores=[])])):
+    predicted = boxes((4.0, 6.0, 24.0, 16.0), (60.0, -2.0, 200.0, 30.0), labels=[1, 1], scores=[0.75, 0.5])
+    for indices, detections in (
+        ([2, 1], [predicted, boxes(labels=[], scores=[])]),
+        ([0], [boxes(labels=[], scores=[])]),
+    ):
         outputs = {"index": torch.tensor(indices), "detections": detections}
         writer.on_predict_batch_end(trainer, None, outputs, None, 0)
     writer.on_predict_epoch_end(trainer, None)
