@@ -18,7 +18,7 @@ from cnnstrategies.guarding.findings import Finding
 from cnnstrategies.verifying.runs import QUIET, forked
 
 EVERY = 20  # Number of steps from one check of the guard to the next.
-SECONDS = 300  # Time limit of a run.
+SECONDS = 300.0  # Time limit of a run.
 
 
 class KeepFindings(Callback):
@@ -90,12 +90,13 @@ def findings_of(program: Program, steps: int, devices: int = 2, every: int = EVE
     return sorted(findings, key=lambda finding: (finding.is_note, finding.step))
 
 
-def run_in_fork(function: Callable[[], None], output: Path) -> None:
+def run_in_fork(function: Callable[[], None], output: Path, seconds: float = SECONDS) -> None:
     """Call a function in a forked process.
 
     Args:
         function: The function.
         output: File to which the process writes.
+        seconds: Time limit.
 
     Raises:
         RuntimeError: The function fails, or takes too long; the error has the last lines of the output.
@@ -113,7 +114,7 @@ def run_in_fork(function: Callable[[], None], output: Path) -> None:
 
     process = multiprocessing.get_context("fork").Process(target=call)
     process.start()
-    process.join(SECONDS)
+    process.join(seconds)
     if process.exitcode != 0:
         process.kill()
         raise RuntimeError("\n".join(output.read_text(errors="replace").splitlines()[-40:]))
