@@ -39,7 +39,7 @@ test-ray:
 # transforms, notebooks.
 EXTRAS_VENV ?= .venv-extras
 test-extras:
-	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich,transforms,notebook $(EXTRAS_VENV)/.installed
+	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich,transforms,notebook,streams $(EXTRAS_VENV)/.installed
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
 # verify with published networks and modules under every strategy, and networks with divided images, in an environment

@@ -81,7 +81,7 @@ class Module(LightningModule):
         if index == self.killed_in and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         loader: Any = self.trainer.train_dataloader
-        if loader.own_count(index):
+        if not hasattr(loader, "own_count") or loader.own_count(index):
             self.note(f"{self.trainer.current_epoch} {index}", batch)
 
     def validation_step(self, batch: Any, index: int) -> None:

@@ -160,10 +160,11 @@ class StreamLoader:
             self._started = self._start()
         division = self._part.division
         assert division is not None
+        if samples is None or (division.by_worker and self.loader.num_workers > 1):
+            # Each worker may have an incomplete batch. With torch's number of batches Lightning would end too early.
+            raise TypeError(f"{type(self.loader.dataset).__name__} has no length for each worker")
         if division.by_process:
             return max(numbers[0] for numbers in self._gather([batches]))
-        if samples is None or (division.by_worker and self.loader.num_workers > 1):
-            raise TypeError(f"{type(self.loader.dataset).__name__} has no length for each worker")
         size = self._processes * (self.loader.batch_size or 1)
         whole, rest = divmod(samples, size)
         held = self._is_evaluation and rest < self._processes and whole
