@@ -140,13 +140,19 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
     assert yaml.safe_load(again) == config
 
 
+# The check before the imports does not know how many processes of a named class load data.
+DDP = ["--trainer.strategy=lightning.pytorch.strategies.DDPStrategy"]
+
+
 def test_a_global_batch_that_is_too_small_is_refused_before_processes(monkeypatch, quick, capsys):
     """The refusal parses the configuration only once: parsing takes a tenth of the start's time."""
     parsed, parse = [], LightningCLI.parse_arguments
     monkeypatch.setattr(LightningCLI, "parse_arguments", lambda *args: parsed.append(parse(*args)))
     monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: pytest.fail("it was started"))
     monkeypatch.setattr(
-        sys, "argv", ["cnnstrategies", "fit", *quick, "--trainer.devices=3", "--data.init_args.global_batch_size=2"]
+        sys,
+        "argv",
+        ["cnnstrategies", "fit", *quick, *DDP, "--trainer.devices=3", "--data.init_args.global_batch_size=2"],
     )
     with pytest.raises(SystemExit) as stopped:
         main()
