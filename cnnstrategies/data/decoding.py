@@ -105,15 +105,28 @@ def bits_of(images: Sequence[Path]) -> int | None:
 
     A camera with 12 bits writes values below 4096 into pixels of 16 bits. :data:`SAMPLE` evenly spaced files are read.
     The result is None if none of these has 16 bits per pixel. Damaged files are skipped.
+
+    Raises:
+        ConfigurationError: The images have 16 bits per colour, of which 14 or fewer are used. Pillow reads only the
+            highest 8 bits of these files, so that few levels would remain.
     """
     largest: list[int] = []
+    coloured: list[tuple[int, Path]] = []  # Largest value of the highest 8 bits, and path.
     for path in spaced(images):
         try:
             with Image.open(path) as image:
-                if image.mode.startswith("I;16"):
+                if any(";16" in str(tile) for tile in image.tile) and image.mode in ("RGB", "RGBA"):
+                    coloured.append((int(np.asarray(image.convert("RGB")).max(initial=0)), path))
+                elif image.mode.startswith("I;16"):
                     largest.append(int(np.asarray(image).max(initial=0)))
         except Exception:  # Pillow raises errors of many classes. Training will name the file.
             continue
+    if coloured and (level := max(coloured)[0]) < 64:
+        raise ConfigurationError(
+            f"{max(coloured)[1]} has 16 bits per colour, and all values in {len(coloured)} such images are below "
+            f"{(level + 1) * 256}: only the highest 8 bits would be read, {level + 1} levels; convert the images to 8 "
+            "bits per colour"
+        )
     return _next(max(largest)) if largest else None
 
 

@@ -57,6 +57,11 @@ def folders_in(directory: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
 
 
+def has_training_folder(directory: Path) -> bool:
+    """Return whether a directory contains a folder with a name of the training split."""
+    return any(name.lower() in PARTS["train"] for name in folders_in(directory))
+
+
 def ignored_folders(root: Path, folders: dict[str, Path]) -> Counter[str]:
     """Count the folders in ``root`` that are ignored.
 

@@ -22,6 +22,7 @@ from cnnstrategies.data.folders import (
     Walk,
     folders_in,
     has_images,
+    has_training_folder,
     ignored_folders,
     image_files,
     part_folders,
@@ -108,10 +109,21 @@ class ImageFolderDataModule(ImageDataModule):
         self.training_root = self.folders.get("train", self.root)
         folders = self._class_folders(self.training_root)
         self.class_names = sorted(folders)
+        inside = [name for name in folders.values() if has_training_folder(self.training_root / name)]
         if len(self.class_names) < 2:
+            remedy = "put the images of each class into a folder of its own"
+            if inside:
+                remedy = (
+                    f"set data.init_args.root to {self.training_root / inside[0]}, which contains the training images"
+                )
             raise ConfigurationError(
                 f"{self.training_root.resolve()} contains {len(self.class_names)} class folders, but training needs at "
-                "least 2: put the images of each class into a folder of its own"
+                f"least 2: {remedy}"
+            )
+        if len(inside) == len(folders):
+            raise ConfigurationError(
+                f"each folder in {self.training_root.resolve()} contains a folder for training, so that the splits "
+                f"would be mixed: put the splits above the classes, as in train/{inside[0]} and val/{inside[0]}"
             )
         self._check_folders(folders)
 

@@ -85,8 +85,10 @@ class ImageTableDataModule(ImageFolderDataModule):
             )
         first = self.root / self.table["train"][0][0]
         if not first.is_file():
+            slashes = ", and write / in place of \\" if "\\" in str(first) else ""
             raise ConfigurationError(
                 f"{self.labels} lists {first}, which does not exist: make the paths relative to data.init_args.root"
+                f"{slashes}"
             )
         self.training_root = self.labels
         self.folders = dict.fromkeys(self.table, self.labels)

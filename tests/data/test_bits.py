@@ -1,5 +1,7 @@
 """Images of 16 bits keep the bits that they use, in every data module that reads files, and when they are packed."""
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,30 @@ def test_a_pixel_with_more_bits_is_refused_by_its_file():
         data.val_source.fetch([len(data.val_source) - 1])
     with pytest.raises(ConfigurationError, match=r"b/9.png: a pixel has the value 8190, .* set bits to 14$"):
         pack(Path("images"), Path("shards"), EncodingOptions(None, None, 10**6), workers=1)
+
+
+def write_coloured(path, values):
+    """Write values of the shape (H, W, 3) as a PNG with 16 bits per colour, which Pillow reads but does not write."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + parts)
+
+
+def test_colours_of_16_bits_with_few_used_bits_are_refused():
+    values = np.stack([RAMP] * 3, axis=-1)
+    write_coloured("dark.png", values)
+    with pytest.raises(
+        ConfigurationError, match=r"dark.png has 16 bits per colour, .* below 4096: .* 16 levels; convert"
+    ):
+        bits_of([Path("dark.png")])
+    write_coloured("bright.png", values * 16)
+    assert bits_of([Path("dark.png"), Path("bright.png")]) is None
+    assert decode(Path("bright.png"))[1].equal(TOP)
 
 
 @pytest.mark.parametrize("quality", [None, 95])

@@ -244,6 +244,24 @@ def test_a_folder_of_two_classes_and_a_link_that_loops_are_refused():
         link.unlink()
 
 
+@pytest.mark.light
+def test_splits_below_the_classes_or_one_level_too_deep_are_refused():
+    for name in ("cat", "dog"):
+        for part in ("train", "val"):
+            for folder in (Path("turned", name, part), Path("deep", "data", part, name)):
+                folder.mkdir(parents=True)
+                Image.new("RGB", (8, 8)).save(folder / "0.png")
+    with pytest.raises(ConfigurationError, match=r"the splits would be mixed: .* as in train/cat and val/cat"):
+        ImageFolderDataModule(Path("turned"))
+    with pytest.raises(
+        ConfigurationError, match=r"contains 1 class folders, .* set data.init_args.root to deep/data, w"
+    ):
+        ImageFolderDataModule(Path("deep"))
+    Path("turned/bird").mkdir()  # Here the folder may have classes with the names of splits.
+    Image.new("RGB", (8, 8)).save("turned/bird/0.png")
+    assert ImageFolderDataModule(Path("turned")).class_names == ["bird", "cat", "dog"]
+
+
 def test_names_of_classes_that_look_alike_are_equal():
     composed, separate = "caf\u00e9", "cafe\u0301"
     make_folder("images")
