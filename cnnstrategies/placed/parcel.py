@@ -103,7 +103,7 @@ class Compact(NamedTuple):
         """Return the form of a tensor, which may be foreign."""
         shape, stride = tuple(tensor.shape), tensor.stride()
         sent = tuple(1 if step == 0 and size else size for size, step in zip(shape, stride, strict=True))
-        order = tuple(sorted(range(len(shape)), key=lambda dim: -stride[dim]))
+        order = _order(shape, stride)
         strides, step = [0] * len(shape), 1
         for dim in reversed(order):
             strides[dim] = 0 if sent[dim] != shape[dim] else step
@@ -132,3 +132,16 @@ class Compact(NamedTuple):
             return part.to(device)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return part.to(device).permute(inverse).expand(self.shape)
+
+
+def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the dimensions in the order of their strides, the largest first.
+
+    The stride of a dimension of size 1 has no meaning, and differs between a tensor and a foreign tensor, as in the
+    gradient of a convolution with one input channel. Therefore it does not change the order.
+    """
+    dims = range(len(shape))
+    long = sorted((dim for dim in dims if shape[dim] != 1), key=lambda dim: -stride[dim])
+    if long == sorted(long):
+        return tuple(dims)
+    return (*(dim for dim in dims if shape[dim] == 1), *long)

@@ -20,7 +20,7 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 # Cases of several kinds, which `make test` runs with three steps.
 FEW = (
     *("byol", "branch_on_loss", "lottery_ticket", "wasserstein_penalty", "gathered_contrast", "noise_in_hooks"),
-    "normalised_twice",
+    *("normalised_twice", "wasserstein_gan"),
 )
 # Cases of more kinds, for the cluster tests.
 MORE = (

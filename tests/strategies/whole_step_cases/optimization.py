@@ -324,10 +324,38 @@ class Adversaries(Classifier):
         return [torch.optim.Adam(part.parameters(), lr=5e-3) for part in (self.critic, self.generator)]
 
 
-class Critic(nn.Module):
+@case(cuts=("conv1", "conv2"), submodule="critic")
+class WassersteinGan(Adversaries):
+    """A gradient penalty of the divided critic, on images with one channel. The generator steps in each third batch."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.critic = Critic(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0].mean(1, keepdim=True)
+        of_critic, of_generator = self.optimizers()
+        fake = self.generator(torch.randn(len(real), 4)).mean(1, keepdim=True)
+        self.toggle_optimizer(of_critic)
+        mixed = torch.lerp(real, fake.detach(), torch.rand(len(real), 1, 1, 1)).requires_grad_()
+        (slopes,) = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)
+        penalty = (slopes.flatten(1).norm(dim=1) - 1).square().mean()
+        loss = self.critic(fake.detach()).mean() - self.critic(real).mean() + 10 * penalty
+        of_critic.zero_grad()
+        self.manual_backward(loss)
+        of_critic.step()
+        self.untoggle_optimizer(of_critic)
+        if batch_idx % 3 == 2:
+            of_generator.zero_grad()
+            self.manual_backward(-self.critic(fake).mean())
+            of_generator.step()
+        self.log("loss", loss)
+
+
+class Critic(nn.Module):
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(channels, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
         self.score = nn.Linear(32, 1)
 
     def forward(self, x: Tensor) -> Tensor:
