@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
@@ -367,3 +368,12 @@ def keeps_graph(metric: Metric) -> bool:
     torchmetrics has no public attribute that distinguishes a call of the metric from a call of the method ``update``.
     """
     return bool(metric._enable_grad)
+
+
+def search_unused(strategy: DDPStrategy) -> None:
+    """Make DDP search each loss for parameters that the loss does not use, unless the user has set an option about it.
+
+    Lightning passes `_ddp_kwargs` to DDP, and reads no public option when it wraps the module.
+    """
+    if not strategy._ddp_kwargs.keys() & {"find_unused_parameters", "static_graph"}:
+        strategy._ddp_kwargs["find_unused_parameters"] = True

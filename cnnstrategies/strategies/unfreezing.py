@@ -1,9 +1,13 @@
-"""Parameters that are frozen or unfrozen during training, for strategies that use DistributedDataParallel (DDP).
+"""Parameters that only some backward passes train, for strategies that use DistributedDataParallel (DDP).
 
 DDP decides when it wraps a module whose parameters' gradients it averages over the ranks. The gradients of parameters
 that are unfrozen later are not averaged, so the ranks' weights drift apart without a warning, for example with
 Lightning's callback BaseFinetuning. Therefore the module is wrapped again before the next batch if the set of trainable
 parameters has changed.
+
+A step with manual optimization may have several backward passes, each for some of the networks, as in a GAN. DDP then
+must search each loss for the parameters that it uses, or else waits for gradients that do not come (Lightning's issue
+20866).
 """
 
 from typing import Any
@@ -15,16 +19,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import search_unused
 from cnnstrategies.errors import ConfigurationError
 
 _WRAPPED = "_parameters_when_wrapped"  # Attribute of a strategy: the names of the parameters that DDP averages.
 
 
 class WrapsAgain(DDPStrategy):
-    """Base class of strategies that wrap the module again if parameters were frozen or unfrozen."""
+    """Base class of strategies that wrap the module again if parameters were frozen or unfrozen.
+
+    For a module with manual optimization, DDP searches each loss for unused parameters, unless the user has set
+    ``find_unused_parameters``.
+    """
 
     @override
     def configure_ddp(self) -> None:
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+            search_unused(self)
         super().configure_ddp()
         record_trainable(self)
 
