@@ -94,7 +94,7 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
 
     Returns the slices in the order of their keys, which is the order of the parameters.
     """
-    needs_whole = not is_elementwise(load_optimizer(specification.optimizer))
+    needs_whole = not _is_elementwise(specification)
     contents = _contents_of_slices(specification)
     sizes = [sum(part.numel for part in parts) * dtype.itemsize for parts, dtype in contents]
     load = [0] * specification.servers
@@ -119,7 +119,7 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
 
 def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], torch.dtype]]:
     """Return the parts and the dtype of each slice. The slices are sorted by the index of their first parameter."""
-    needs_whole = not is_elementwise(load_optimizer(specification.optimizer))
+    needs_whole = not _is_elementwise(specification)
     shared_bytes = _shared_bytes(specification)
     group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
     contents: list[tuple[list[Part], torch.dtype]] = []
@@ -145,6 +145,11 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
     return contents
 
 
+def _is_elementwise(specification: Specification) -> bool:
+    """Whether all optimizers work element by element."""
+    return all(is_elementwise(load_optimizer(path)) for path in set(specification.optimizers))
+
+
 def _shared_bytes(specification: Specification) -> int:
     """Return the largest allowed size, in bytes, of a slice with several parameters.
 
@@ -154,7 +159,7 @@ def _shared_bytes(specification: Specification) -> int:
     and its left-out part could then not be added.
     """
     lossy = may_be_lossy(specification.compression)
-    if lossy or not is_elementwise(load_optimizer(specification.optimizer)):
+    if lossy or not _is_elementwise(specification):
         return 0
     total = sum(parameter.numel * DTYPES[parameter.dtype].itemsize for parameter in specification.parameters)
     return min(SHARED_BYTES, specification.slice_bytes, total // (SLICES_OF_A_SERVER * specification.servers))

@@ -4,7 +4,7 @@ import json
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_names
+from cnnstrategies.paramserver.joined_optimizers import members_of
 
 Options = list[dict[str, Any]]  # For each parameter group: values of the hyperparameters by name.
+# Hyperparameters of the first group in a run whose workers clip each step by limits of its own; 0 for no limit.
+STEP_CLIP_NORM, STEP_CLIP_VALUE = "step_clip_norm", "step_clip_value"
 Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
@@ -49,10 +52,12 @@ class Group:
     Attributes:
         parameters: Indices into `Specification.parameters`, in the order in which the optimizer holds the parameters.
         options: By name: the group's hyperparameters at the start of the run.
+        optimizer: Class path of the group's optimizer, if the run has several optimizers; otherwise empty.
     """
 
     parameters: tuple[int, ...]
     options: dict[str, Any]
+    optimizer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +156,8 @@ class Specification(RunOptions):
             to the mean gradient, and in the other modes to each worker's gradient.
         clip_value: Largest allowed absolute value of an element of the gradient; None for no clipping. In mode sync
             this limit applies to the mean gradient, and in the other modes to each worker's gradient.
+        clips_each_step: Whether workers send with each step by how much its gradient is clipped, as two hyperparameters
+            of the first parameter group. The limits then apply to the parameters that have a gradient in the step.
         is_joint: Whether the optimizer's step of a parameter depends on other parameters. One server then holds all
             parameters, and makes the steps of all of them together.
         slice_bytes: Largest size of a slice in bytes. Larger parameters are cut into several slices. If the optimizer
@@ -170,6 +177,7 @@ class Specification(RunOptions):
     pipelined: bool = False
     clip_norm: float | None = None
     clip_value: float | None = None
+    clips_each_step: bool = False
     is_joint: bool = False
     slice_bytes: int = 1 << 21
     session: int = field(default_factory=lambda: secrets.randbits(63))
@@ -183,6 +191,11 @@ class Specification(RunOptions):
         In an optimizer's state dict, the keys of the states are positions in this order.
         """
         return [self.parameters[index].name for group in self.groups for index in group.parameters]
+
+    @property
+    def optimizers(self) -> list[str]:
+        """Class path of each parameter group's optimizer."""
+        return [group.optimizer or self.optimizer for group in self.groups]
 
     @property
     def itemsize(self) -> int:
@@ -218,7 +231,7 @@ class Specification(RunOptions):
         Args:
             named_parameters: Names and parameters, as ``network.named_parameters()`` returns them. Parameters that the
                 optimizer does not hold are left out.
-            optimizer: The user's optimizer.
+            optimizer: The user's optimizer, or several joined optimizers.
             workers: Number of workers that must join before the first step.
             options: By name: other attributes of the specification.
 
@@ -238,9 +251,15 @@ class Specification(RunOptions):
                         "network's named parameters: register it in the network, or remove it from the optimizer"
                     )
             groups.append(Group(tuple(index[id(parameter)] for parameter in group["params"]), group_options))
-        kind = type(optimizer)
+        kinds = [f"{type(member).__module__}.{type(member).__qualname__}" for member in members_of(optimizer)]
+        if len(kinds) > 1:
+            sizes = [len(member.param_groups) for member in members_of(optimizer)]
+            paths = [kind for kind, size in zip(kinds, sizes, strict=True) for _ in range(size)]
+            groups = [replace(group, optimizer=path) for group, path in zip(groups, paths, strict=True)]
+        if options.get("clips_each_step"):
+            groups[0].options.update({STEP_CLIP_NORM: 0.0, STEP_CLIP_VALUE: 0.0})
         infos = tuple(ParameterInfo(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
-        return cls(infos, f"{kind.__module__}.{kind.__qualname__}", tuple(groups), workers, **options)
+        return cls(infos, kinds[0], tuple(groups), workers, **options)
 
     def to_json(self) -> str:
         """Return this specification as a JSON text, from which :meth:`from_json` returns an equal specification."""
@@ -260,7 +279,7 @@ class Specification(RunOptions):
         values["parameters"] = tuple(
             ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in values["parameters"]
         )
-        values["groups"] = tuple(Group(tuple(g["parameters"]), g["options"]) for g in values["groups"])
+        values["groups"] = tuple(Group(**{**g, "parameters": tuple(g["parameters"])}) for g in values["groups"])
         return cls(**values)
 
     def _mistakes(self) -> Iterator[str]:
@@ -271,10 +290,10 @@ class Specification(RunOptions):
                 f"replication={self.replication} needs at least {self.replication} servers, but "
                 f"servers={self.servers}: start more servers, or lower replication"
             )
-        if self.pipelined and (self.mode != "sync" or self.clip_norm is not None):
+        if self.pipelined and (self.mode != "sync" or self.clip_norm is not None or self.clips_each_step):
             yield (
-                "pipelined=True works only with mode='sync' and without clip_norm, because otherwise the update of a "
-                "slice depends on other slices: remove pipelined"
+                "pipelined=True works only with mode='sync' and without clip_norm and clips_each_step: otherwise "
+                "the update of a slice depends on other slices: remove pipelined"
             )
         if self.is_joint and (not self.aggregates or self.mode == "local" or self.pipelined or self.replication > 1):
             yield (

@@ -251,19 +251,22 @@ def test_an_optimizer_that_mixes_parameters_needs_common_steps_and_one_copy(mode
     message = {"async": "`mode: async`: use `mode: sync`", "replication": "`replication: 2`: use `replication: 1`"}
     with pytest.raises(ConfigurationError, match=f"NormOfAll changes a parameter depending on .* {message[mode]}"):
         check_optimizers([NormOfAll(network().parameters())], options[mode])
+    two = [NormOfAll(network().parameters()), torch.optim.SGD(network().parameters(), 0.1)]
+    with pytest.raises(ConfigurationError, match=r"NormOfAll changes a .* with 2 optimizers"):
+        check_optimizers(two, options_of())
 
 
 def test_counts_of_steps_are_sent_so_that_parameters_without_gradients_have_the_right_count() -> None:
     module = network()
     optimizer = Counting(module.parameters())
-    served = check_optimizers([optimizer], options_of())
+    (served,) = check_optimizers([optimizer], options_of())
     assert dict(served.counters) == {"step": 0, "corrected": torch.zeros(())}
     served.add_counters(optimizer)
     optimizer.step(lambda: None)
     assert json.loads(json.dumps(hyperparameters(optimizer)))[0] == {
         "lr": 0.1, "step": 1, "corrected": {"value": 1.0, "dtype": "float32"},
     }  # fmt: skip
-    assert not check_optimizers([optimizer], options_of(mode="async")).counters
+    assert not check_optimizers([optimizer], options_of(mode="async"))[0].counters
 
 
 def test_an_optimizer_that_needs_whole_tensors_keeps_each_parameter_on_one_server() -> None:

@@ -96,6 +96,7 @@ SPARSE = Module(words=nn.Embedding(3, 2, sparse=True))
 GATHERS = Module(loss=nn.Module())
 GATHERS.loss.sinkhorn_gather_distributed = True
 BY_HAND = Module(automatic_optimization=False)
+COMPILED = Module(automatic_optimization=False, _compiler_ctx={})
 USES: dict[str, Callable[[], Any]] = {
     "SGD has growth_rate=inf in parameter group 0.* `mode: local` or strategy ddp": lambda: check_optimizers(
         [with_option(math.inf)], servers()
@@ -106,7 +107,15 @@ USES: dict[str, Callable[[], Any]] = {
     r"loss.sinkhorn_gather_distributed=True gathers .* in `mode: async` .* use `mode: sync` or strategy ddp": lambda: (
         check_module(GATHERS, servers(mode="async"))
     ),
-    "Module sets automatic_optimization=False, .* set it to True": lambda: check_module(BY_HAND, servers()),
+    "Module sets automatic_optimization=False, .* with `mode: async`: use `mode: sync`": lambda: check_module(
+        BY_HAND, servers(mode="async")
+    ),
+    "Module sets automatic_optimization=False, .* `combine_per_node: true`: set it to false": lambda: check_module(
+        BY_HAND, servers(combine_per_node=True)
+    ),
+    "Module sets automatic_optimization=False, .* of the whole module, .* compile the module's networks": lambda: (
+        check_module(COMPILED, servers())
+    ),
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(SPARSE, servers()),
     r"OwnClipping\.configure_gradient_clipping would clip": lambda: check_module(OwnClipping(), servers()),
     "StochasticWeightAveraging writes averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
@@ -141,7 +150,8 @@ def test_mode_local_allows_what_each_worker_does_separately() -> None:
     for optimizer in (with_option(math.inf), WithModes(Module().parameters(), 0.1)):
         check_optimizers([optimizer], local)
     check_optimizers([with_option(2.0)], servers())
-    check_module(GATHERS, servers())
+    for module in (GATHERS, BY_HAND):
+        check_module(module, servers())
 
 
 def test_a_mode_without_options_has_useful_defaults() -> None:

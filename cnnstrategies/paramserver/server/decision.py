@@ -13,7 +13,7 @@ from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.optimizers import check_options
 from cnnstrategies.paramserver.server.store import MemberKey
-from cnnstrategies.paramserver.specification import Options, Specification
+from cnnstrategies.paramserver.specification import STEP_CLIP_NORM, STEP_CLIP_VALUE, Options, Specification
 
 # Longest time, in seconds, that a roll call waits for the workers to report their steps. Without this limit, a roll
 # call would wait forever for a worker that has left.
@@ -30,7 +30,7 @@ class Decision:
             member has a different incarnation, so the pushes of the new process do not count for this step.
         options: Hyperparameters of the step.
         scale: Clipping factor. The mean gradient is multiplied by it, so that the global norm is at most `clip_norm`.
-            None as long as the norm is not known; 1 in a run without clipping by norm.
+            None as long as the norm is not known; 1 in a step without clipping by norm.
     """
 
     step: int
@@ -47,18 +47,30 @@ class Decision:
         """Return the decision in a message from another server.
 
         Raises:
-            InvalidMessageError: The decision has no clipping factor, although the run does not clip by norm and the
+            InvalidMessageError: The decision has no clipping factor, although the step is not clipped by norm and the
                 factor must therefore be 1.
             ControlError: A field is missing or has the wrong type.
         """
         members = tuple((worker, incarnation) for worker, incarnation in message.table("who", int, int))
         scale = None if message.fields.get("scale") is None else message.real("scale")
-        if scale is None and specification.clip_norm is None:
-            raise InvalidMessageError(
-                "the decision has no clipping factor; in a run that does not clip by norm, the factor must be 1"
-            )
         options = check_options(message.fields.get("options"), specification.groups)
+        if scale is None and clipping(specification, options)[0] is None:
+            raise InvalidMessageError(
+                "the decision has no clipping factor; in a step that is not clipped by norm, the factor must be 1"
+            )
         return cls(message.integer("step"), members, options, scale)
+
+
+def clipping(specification: Specification, options: Options) -> tuple[float | None, float | None]:
+    """Return the largest norm, and the largest absolute value of an element, of a step's mean gradient.
+
+    Args:
+        specification: The run's specification.
+        options: Hyperparameters of the step.
+    """
+    if not specification.clips_each_step:
+        return specification.clip_norm, specification.clip_value
+    return options[0][STEP_CLIP_NORM] or None, options[0][STEP_CLIP_VALUE] or None
 
 
 Entry = tuple[int, int]

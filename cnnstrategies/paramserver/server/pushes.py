@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import PAYLOADS, check_length, decode
 from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
-from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.decision import Decision, clipping
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import MemberKey, check_absent
 from cnnstrategies.paramserver.slicing import Slice
@@ -266,12 +266,13 @@ class Updater:
 
     def __init__(self, specification: Specification, shard: Shard, backlog: Backlog) -> None:
         self.finished = 0
-        self._clip_value = specification.clip_value
+        self._specification = specification
         self._may_choose = "auto" in (specification.compression, specification.pull_compression)
         self._shard = shard
         self._backlog = backlog
         self._is_joint = specification.is_joint
-        self._keeps_means = specification.clip_norm is not None or specification.is_joint
+        clips = specification.clips_each_step or specification.clip_norm is not None
+        self._keeps_means = clips or specification.is_joint
         self._buffers: dict[int | torch.dtype, Tensor] = {}
         # Keys of the slices that are ready to be updated, because all pushes that the decided step needs have arrived.
         self._todo: deque[int] = deque()
@@ -340,9 +341,10 @@ class Updater:
         means = {key: self._mean(pushes, key, self._members) for key in sorted(keys)}
         if decision.scale is None:
             return
+        _, clip_value = clipping(self._specification, decision.options)
         for mean in means.values():
-            if mean is not None and self._clip_value is not None:
-                mean.clamp_(-self._clip_value, self._clip_value)
+            if mean is not None and clip_value is not None:
+                mean.clamp_(-clip_value, clip_value)
             if mean is not None and decision.scale != 1.0:
                 mean.mul_(decision.scale)
         chosen = (

@@ -294,11 +294,11 @@ class Store:
             key: [nn.Parameter(part, part.is_floating_point()) for part in slice_.views(self.values[key])]
             for key, slice_ in self.slices.items()
         }
-        optimizer_class = load_optimizer(specification.optimizer)
-        self._joint = self._joint_optimizer(specification, optimizer_class) if specification.is_joint else None
+        kinds = [load_optimizer(path) for path in specification.optimizers]
+        self._joint = self._joint_optimizer(specification, kinds[0]) if specification.is_joint else None
         self._optimizers = {
             key: self._joint
-            or FusedOptimizer(optimizer_class, [(parts, specification.groups[self._group[key]].options)])
+            or FusedOptimizer(kinds[self._group[key]], [(parts, specification.groups[self._group[key]].options)])
             for key, parts in self._parts.items()
         }
 

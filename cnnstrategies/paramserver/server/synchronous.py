@@ -19,7 +19,7 @@ from dataclasses import replace
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind, OutdatedMessageError
-from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports, RollCall, SyncClock
+from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports, RollCall, SyncClock, clipping
 from cnnstrategies.paramserver.server.pushes import Backlog, Begin, Updater
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.shard import Shard
@@ -318,8 +318,9 @@ class Synchronous:
         if ready is None:
             return
         members = tuple((worker, self.roll.incarnations[worker]) for worker in sorted(ready))
-        scale = 1.0 if self._specification.clip_norm is None else None
-        decision = Decision(step, members, self._backlog.pushes_of(step).begun[members[0]].options, scale)
+        options = self._backlog.pushes_of(step).begun[members[0]].options
+        scale = 1.0 if clipping(self._specification, options)[0] is None else None
+        decision = Decision(step, members, options, scale)
         self._send_to_all(decision)
         self._accept(decision)
 
@@ -463,9 +464,10 @@ class Synchronous:
             return
         self._squares[server] = square
         if self._squares.keys() >= self._servers:
-            assert self._specification.clip_norm is not None
+            clip_norm, _ = clipping(self._specification, decision.options)
+            assert clip_norm is not None
             # The same formula as in torch.nn.utils.clip_grad_norm_. A NaN norm makes the factor NaN.
-            factor = self._specification.clip_norm / (math.sqrt(sum(self._squares.values())) + 1e-6)
+            factor = clip_norm / (math.sqrt(sum(self._squares.values())) + 1e-6)
             factor = 1.0 if factor > 1 else factor
             scaled = replace(decision, scale=factor)
             self._send_to_all(scaled)

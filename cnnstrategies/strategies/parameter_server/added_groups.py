@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.joined_optimizers import JoinedOptimizers
 from cnnstrategies.paramserver.optimizer_state import renumber_state
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
@@ -28,6 +29,8 @@ def check_added(strategy: CoordinatedStrategy, stepper: Stepper, batch: int) -> 
     """
     options = strategy.options
     added = f"{type(stepper.optimizer).__name__} has other parameters than before, which does not work with"
+    if isinstance(stepper.optimizer, JoinedOptimizers):
+        raise ConfigurationError(f"{added} several optimizers: add all parameters at the start, or use strategy ddp")
     if not isinstance(stepper.worker, Worker):
         raise ConfigurationError(f"{added} `combine_per_node: true`: set it to false, or use strategy ddp")
     if options.max_joiners:

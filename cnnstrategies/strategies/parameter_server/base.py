@@ -68,8 +68,6 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         served: How the servers run the module's optimizer.
     """
 
-    # The servers weight each worker's gradient by the worker's number of samples in the step.
-    gradient_weighting: GradientWeighting = "by_rank"
     # The hosts find each other through the coordinator, so the cluster code does not open a torch store.
     connects_hosts = True
     membership: Membership | None = None
@@ -93,6 +91,14 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         self._alone = False
         self._has_group = False  # Whether this strategy has opened the process group of torch.distributed.
         self._metrics: list[tuple[Metric, Any, Any]] = []
+
+    @property
+    @override
+    def gradient_weighting(self) -> GradientWeighting:
+        # The servers weight each worker's gradient by the worker's number of samples in the step. In manual
+        # optimization a step may have any batches, so each batch's loss is weighted, and workers' gradients equally.
+        module = self.lightning_module
+        return "by_rank" if module is None or module.automatic_optimization else "equal"
 
     def __deepcopy__(self, memo: Any) -> Self:
         """Return this strategy itself.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.overrides import TorchFunctionMode
 
-from cnnstrategies._lightning_private import acts_within_epochs
+from cnnstrategies._lightning_private import acts_within_epochs, is_compiled_whole
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.optimizer_check import ServedOptimizer, check_on_servers
 from cnnstrategies.paramserver.specification import hyperparameters
@@ -32,10 +33,7 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
             "trainer.gradient_clip_algorithm, or use strategy ddp"
         )
     if not module.automatic_optimization:
-        raise ConfigurationError(
-            f"{type(module).__name__} sets automatic_optimization=False, but with strategy parameter_server the "
-            "servers run the optimizer: set it to True, or use strategy ddp"
-        )
+        _check_manual(module, options)
     for name, child in module.named_modules():
         if options.mode != "local" and isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ConfigurationError(
@@ -49,6 +47,21 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
                     f"{options.mode}` each worker makes its own steps: set {attribute} to False, so that only the "
                     "images of the same process are compared, or use `mode: sync` or strategy ddp"
                 )
+
+
+def _check_manual(module: LightningModule, options: ParameterServerOptions) -> None:
+    manual = f"{type(module).__name__} sets automatic_optimization=False, which does not work with"
+    if options.mode != "sync":
+        raise ConfigurationError(
+            f"{manual} `mode: {options.mode}`: use `mode: sync`, in which all workers step together, or strategy ddp"
+        )
+    if is_compiled_whole(module):
+        raise ConfigurationError(
+            f"{manual} torch.compile of the whole module, because compiled code would read optimizers whose state the "
+            "servers hold: compile the module's networks, or use strategy ddp"
+        )
+    if options.combine_per_node:
+        raise ConfigurationError(f"{manual} `combine_per_node: true`: set it to false, or use strategy ddp")
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
@@ -66,14 +79,22 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
             )
 
 
-def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOptions) -> ServedOptimizer:
-    """Return how the servers run the optimizer. Raise a ConfigurationError if they cannot run it."""
-    if len(optimizers) != 1:
+def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOptions) -> list[ServedOptimizer]:
+    """Return how the servers run each optimizer. Raise a ConfigurationError if they cannot run one of them."""
+    if not optimizers:
+        raise ConfigurationError("configure_optimizers returned no optimizer: return at least one")
+    served = [_check_optimizer(optimizer, options) for optimizer in optimizers]
+    joint = [type(o).__name__ for o, way in zip(optimizers, served, strict=True) if way.is_joint]
+    if joint and len(optimizers) > 1:
         raise ConfigurationError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, but the servers run exactly one: return one "
-            "optimizer, with several parameter groups if necessary"
+            f"{joint[0]} changes a parameter depending on other parameters or their gradients, which servers cannot do "
+            f"with {len(optimizers)} optimizers: use an optimizer that treats each parameter by itself, or strategy ddp"
         )
-    if isinstance(optimizers[0], LBFGS):
+    return served
+
+
+def _check_optimizer(optimizer: Optimizer, options: ParameterServerOptions) -> ServedOptimizer:
+    if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             "LBFGS evaluates the loss several times in a step, which servers cannot do: use SGD, Adam or another "
             "optimizer that needs one gradient in each step, or strategy ddp"
@@ -81,7 +102,7 @@ def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOption
     # In mode local each worker runs the optimizer itself, so the servers need not support it.
     if options.mode == "local":
         return ServedOptimizer()
-    served = _check_served(optimizers[0])
+    served = _check_served(optimizer)
     if not options.aggregates:  # The servers count the updates, because each worker counts only its own steps.
         served = replace(served, counters={})
     if served.is_joint and (not options.aggregates or options.replication > 1):
@@ -91,7 +112,7 @@ def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOption
             else (f"mode: {options.mode}", "mode: sync")
         )
         raise ConfigurationError(
-            f"{type(optimizers[0]).__name__} changes a parameter depending on other parameters or their gradients, so "
+            f"{type(optimizer).__name__} changes a parameter depending on other parameters or their gradients, so "
             f"one server makes the steps of all parameters together, which does not work with `{setting}`: use "
             f"`{remedy}`, an optimizer that treats each parameter by itself, or strategy ddp"
         )
@@ -195,11 +216,14 @@ LINEAR = (
 def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> HookContexts:
     """Make the user's hooks in `HOOKS` raise a ConfigurationError if they compute a nonlinear function of gradients.
 
+    With manual optimization the same holds for the method ``training_step``.
+
     Returns:
         The wrapper of the hooks. Its method ``end`` restores the original hooks.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return HookContexts((module, *callbacks), HOOKS, partial(Linear, names))
+    hooks = HOOKS if module.automatic_optimization else (*HOOKS, "training_step")
+    return HookContexts((module, *callbacks), hooks, partial(Linear, names))
 
 
 class Linear(TorchFunctionMode):
@@ -227,6 +251,9 @@ class Linear(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func == Tensor.grad.__get__:  # type: ignore[union-attr]
             parameters = [self._names[id(args[0])]] if id(args[0]) in self._names else []
+        if func is torch.autograd.grad:
+            wanted = tensors_in([args[1] if len(args) > 1 else kwargs["inputs"]])
+            parameters = [self._names[id(tensor)] for tensor in wanted if id(tensor) in self._names]
         if parameters:
             self._gradients.record(parameters[0], (result, *args[: func.__name__.endswith("_")]))
         return result
@@ -251,6 +278,7 @@ class Linear(TorchFunctionMode):
         raise ConfigurationError(
             f"{self._hook} computes {func.__name__} of the gradient of {name}, which comes from this worker's images "
             "alone: the servers compute the mean over the workers later, so only linear functions (to scale, mask, add "
-            "or drop gradients) give the same result as on one device; to clip, set Trainer(gradient_clip_val=...); "
-            "otherwise use `mode: async`, `mode: local` or strategy ddp"
+            "or drop gradients) give the same result as on one device; to clip, set Trainer(gradient_clip_val=...), or "
+            "call self.clip_gradients in manual optimization; otherwise use `mode: async`, `mode: local` or strategy "
+            "ddp"
         )

@@ -232,7 +232,8 @@ class ParameterServerOptions(RunOptions):
         # Pipelining is used only with dedicated servers. If servers ran on the workers' nodes, pulled values and pushed
         # gradients would compete for the nodes' links.
         dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
-        if dedicated and "clip_norm" not in changes and not changes.get("is_joint"):
+        unpipelined = "clip_norm" in changes or changes.get("clips_each_step") or changes.get("is_joint")
+        if dedicated and not unpipelined:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
         together = workers // nodes if self.combines(workers // nodes) else 1
         options["per_node"] = together

@@ -20,6 +20,7 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.shared_state import SharedMemory, SharedState, open_shared, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.joined_optimizers import members_of
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.optimizers import restored_option
 from cnnstrategies.paramserver.specification import Mode, Specification, hyperparameters
@@ -47,7 +48,7 @@ def join_servers(
     Args:
         strategy: The strategy, with an open session.
         module: The module that is trained.
-        optimizer: The module's optimizer.
+        optimizer: The module's optimizer, or its optimizers as one.
         outer_state: State of the outer optimizer of mode ``local`` from a checkpoint; None if there is none.
 
     Returns:
@@ -88,13 +89,15 @@ def join_servers(
         notice = f"Rank {strategy.global_rank} was restarted and continues in epoch {state['epoch']}"
         print(notice, file=sys.stderr, flush=True)
     else:
-        optimizer_state = optimizer.state_dict() if optimizer.state else None
+        has_state = any(member.state for member in members_of(optimizer))
+        optimizer_state = optimizer.state_dict() if has_state else None
         worker.initialise(outer_state if options.mode == "local" else optimizer_state)
     worker.join()
     if started.joined and not started.midway:
         run.barrier("admitted")
     if options.mode != "local":
-        optimizer.state.clear()  # The servers hold the optimizer's state now, so this copy is not needed.
+        for member in members_of(optimizer):
+            member.state.clear()  # The servers hold the optimizer's state now, so this copy is not needed.
     return worker, specification, own_steps
 
 
@@ -124,7 +127,12 @@ def specification_of(
         number: Number of the specification.
     """
     options = strategy.options
-    changes = {"is_joint": strategy.served.is_joint, "number": number, **_clipping(module.trainer, options.mode)}
+    changes: dict[str, Any] = {
+        "is_joint": strategy.served.is_joint,
+        "number": number,
+        "clips_each_step": not module.automatic_optimization,
+        **_clipping(module.trainer, options.mode),
+    }
     return options.specification(module, optimizer, strategy.num_nodes, strategy.world_size, **changes)
 
 
@@ -298,7 +306,10 @@ def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any
         progress.ready = progress.started = progress.processed = progress.completed = int(state["epoch"])  # type: ignore[attr-defined]
     total = batches.total
     total.ready = total.started = total.processed = total.completed = int(state["batches"])  # type: ignore[attr-defined]
-    step = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    epoch = loop.epoch_loop
+    automatic, manual = epoch.automatic_optimization.optim_progress.optimizer.step, epoch.manual_optimization
+    is_automatic = trainer.lightning_module.automatic_optimization
+    step = automatic.total if is_automatic else manual.optim_step_progress.total
     step.ready = step.completed = int(state["global_step"])
     set_batches_that_stepped(trainer, int(state["global_step"]))
     for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):

@@ -14,13 +14,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from cnnstrategies._lightning_private import is_compiled_whole
-from cnnstrategies._torch_private import is_compiled, writes
+from cnnstrategies._torch_private import is_compiled, without_functions, writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
+from cnnstrategies.paramserver.joined_optimizers import members_of
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.parameter_server.observer_hooks import tensors_in
 from cnnstrategies.strategies.parameter_server.served_state import ServedState
+from cnnstrategies.strategies.parameter_server.step_clips import StepClips
 
 # Number of steps at the start of training that record which parameters are read outside of their own modules.
 NOTED_STEPS = 2
@@ -39,11 +41,15 @@ class Stepper:
     `NOTED_STEPS` steps wait for all parameters before the forward, and record which parameters are read like this.
     Later steps wait before the forward only for the recorded parameters.
 
+    In manual optimization a batch may have steps of several optimizers, and several backward passes for a step. Each
+    optimizer's step is a step of the run, in which this worker pushes the gradients of the optimizer's parameters. The
+    worker then waits for all values. All steps count equally, because the batch's own losses are weighted.
+
     Args:
         module: The module that is trained.
         worker: The worker, which pushes gradients and pulls values.
         specification: The run's specification.
-        optimizer: The module's optimizer.
+        optimizer: The module's optimizer, or its optimizers as one.
         early: Whether gradients may be pushed during backward. This is allowed if no hook of the user reads or changes
             gradients after backward, and if no gradient scaler may skip the step.
         sees_weights: Names of the hooks that may read weights between two steps.
@@ -52,7 +58,7 @@ class Stepper:
 
     Attributes:
         worker: The worker.
-        optimizer: The module's optimizer.
+        optimizer: The module's optimizer, or its optimizers as one.
         own_steps: In mode ``local``, the number of steps of this worker since the last outer step.
         accumulating: Whether the next backward only accumulates gradients, which are not pushed yet.
         eager: Whether each step waits for all parameters at its end.
@@ -73,6 +79,9 @@ class Stepper:
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
+        self._manual = not module.automatic_optimization
+        if self._manual:
+            early, sees_weights = False, (*sees_weights, f"{type(module).__name__}.training_step")
         self.eager = bool(sees_weights)
         self.own_steps = own_steps
         self._sync_every = sync_every
@@ -92,7 +101,7 @@ class Stepper:
         self._readers = Readers(module, self._index)
         self._noted = 0  # Number of steps that have recorded which parameters are read outside of their modules.
         # Reads inside compiled code cannot be recorded, so every step of compiled modules waits for all parameters.
-        if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):
+        if self._manual or is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):
             self._noted, self._readers.indices = NOTED_STEPS, set(range(len(self.parameters)))
         self._waited: set[int] = set()  # Indices of the parameters whose modules have run a forward in this step.
         # For each parameter: the write count and the memory address that it had when its value was received.
@@ -122,10 +131,14 @@ class Stepper:
         # Keys: indices of parameters. Values: the gradients that are hidden from the optimizer while it steps.
         self._hidden: dict[int, Tensor] = {}
         self._state = ServedState()
-        if not sync_every:
-            optimizer.state = self._state
-            self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
-            self._handles.append(optimizer.register_step_post_hook(self.restore_gradients))
+        self._clips = StepClips({id(p): name for p, name in zip(self.parameters, self._names, strict=True)})
+        for parameter in (p for p in self.parameters if self._manual and p.requires_grad):
+            check = self._clips.check_kept
+            self._handles.append(parameter.register_post_accumulate_grad_hook(check))  # type: ignore[no-untyped-call]
+        for member in () if sync_every else members_of(optimizer):
+            member.state = self._state
+            self._handles.append(member.register_step_pre_hook(self._take_gradients))
+            self._handles.append(member.register_step_post_hook(self.restore_gradients))
 
     def _push_from_backward(self, index: int) -> None:
         hook = self._hook(index)
@@ -136,8 +149,9 @@ class Stepper:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self.optimizer.state is self._state:
-            self.optimizer.state = defaultdict(dict)
+        for member in members_of(self.optimizer):
+            if member.state is self._state:
+                member.state = defaultdict(dict)
 
     @property
     def groups_changed(self) -> bool:
@@ -282,10 +296,28 @@ class Stepper:
         self.own_steps = self._samples = self._batches = 0
         self.worker.wait_all()
 
-    def _begin(self) -> None:
+    def clip(self, optimizer: Optimizer, name: str, limit: float) -> None:
+        """Let the servers clip the mean gradient in the next step of an optimizer.
+
+        Args:
+            optimizer: One of the module's optimizers.
+            name: ``STEP_CLIP_NORM`` or ``STEP_CLIP_VALUE``.
+            limit: Largest norm of the gradient, or largest absolute value of its elements.
+        """
+        self._clips.note(optimizer, name, limit, [self.parameters[index] for index in self._held_by(optimizer)])
+
+    def _held_by(self, optimizer: Optimizer) -> list[int]:
+        """Return the indices of the parameters in an optimizer."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [index for index, parameter in enumerate(self.parameters) if id(parameter) in held]
+
+    def _begin(self, optimizer: Optimizer | None = None) -> None:
         if not self._in_step:
             self._check_held()
-            self.worker.begin_step(hyperparameters(self.optimizer), self._samples)
+            options = hyperparameters(self.optimizer)
+            if self._manual and optimizer is not None:
+                options[0] |= self._clips.take(optimizer)
+            self.worker.begin_step(options, 1 if self._manual else self._samples)
             self._in_step = True
             self._pushed.clear()
             self._log_codecs()
@@ -342,7 +374,7 @@ class Stepper:
         """
         self._state.readable = True
         if "closure" not in kwargs:
-            self._push_all()
+            self._push_all(optimizer)
             return args, kwargs
         closure = kwargs["closure"]
 
@@ -350,27 +382,34 @@ class Stepper:
             self._state.readable = False  # The closure calls hooks of the user.
             output = closure()
             self._state.readable = True
-            self._push_all()
+            with without_functions():  # The user's step may run in a mode that checks what it computes of gradients.
+                self._push_all(optimizer)
             return output
 
         return args, {**kwargs, "closure": closure_then_push}
 
-    def _push_all(self) -> None:
-        """Push the gradients that backward has not pushed, and hide all gradients. Push nothing in a skipped step."""
+    def _push_all(self, optimizer: Optimizer) -> None:
+        """Push the gradients of an optimizer's parameters that backward has not pushed, and hide these gradients.
+
+        Push nothing in a skipped step.
+        """
+        held = self._held_by(optimizer)
         if self._left_out:
             self._left_out -= 1
-            self._hide_gradients()
+            self._hide_gradients(held)
             return
         self._check()
-        self._begin()
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and index not in self._pushed:
-                self.worker.push(index, parameter.grad)
-        self._hide_gradients()
+        self._begin(optimizer)
+        for index in held:
+            gradient = self.parameters[index].grad
+            if gradient is not None and index not in self._pushed:
+                self.worker.push(index, gradient)
+        self._hide_gradients(held)
         self._end()
 
-    def _hide_gradients(self) -> None:
-        for index, parameter in enumerate(self.parameters):
+    def _hide_gradients(self, held: Sequence[int]) -> None:
+        for index in held:
+            parameter = self.parameters[index]
             if parameter.grad is not None:
                 self._hidden[index] = parameter.grad
                 parameter.grad = None

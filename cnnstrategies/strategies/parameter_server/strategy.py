@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,8 +24,16 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
+from cnnstrategies.paramserver.joined_optimizers import joined
 from cnnstrategies.paramserver.optimizer_state import renumber_state
-from cnnstrategies.paramserver.specification import Mode, PullCompression, PushCompression, Specification
+from cnnstrategies.paramserver.specification import (
+    STEP_CLIP_NORM,
+    STEP_CLIP_VALUE,
+    Mode,
+    PullCompression,
+    PushCompression,
+    Specification,
+)
 from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.shares import Deals
@@ -63,7 +72,8 @@ from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.protocol import StepKind
 
 OUTER_STATE = "outer_optimizer_state"  # Key in a checkpoint for the state of the outer optimizer of mode ``local``.
-CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # Names of the clipping methods of a precision plugin.
+# Names of the clipping methods of a precision plugin, and of the limit that workers send to the servers instead.
+CLIPPING = {"clip_grad_by_norm": STEP_CLIP_NORM, "clip_grad_by_value": STEP_CLIP_VALUE}
 
 
 class ParameterServerStrategy(CoordinatedStrategy):
@@ -206,6 +216,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
         check_module(self.module, self.options)
         self.options.check_nodes(self.num_nodes)
         self._dealing.check()
+        if enabled_scaler(self.precision_plugin) is not None and not self.module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(self.module).__name__} sets automatic_optimization=False, which does not work with precision "
+                "16-mixed and strategy parameter_server: use bf16-mixed, or strategy ddp"
+            )
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: workers run independently, and cannot exchange BatchNorm's statistics within a "
@@ -257,14 +272,17 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.setup_optimizers(trainer)
             self._outer_state = None
             self._dispatch.has_loader = False
-            self.served = check_optimizers(self.optimizers, self.options)
-            self.served.add_counters(self.optimizers[0])
-            check_importable(self.optimizers[0], self.options, self._start == "fork")
+            served = check_optimizers(self.optimizers, self.options)
+            self.served = served[0]
+            for optimizer, way in zip(self.optimizers, served, strict=True):
+                way.add_counters(optimizer)
+                check_importable(optimizer, self.options, self._start == "fork")
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
             # The servers clip instead of this plugin, because only the servers know the norm of the whole gradient.
-            for name in CLIPPING:
-                setattr(self.precision_plugin, name, _clip_nothing)
+            for name, limit in CLIPPING.items():
+                clip = _clip_nothing if self.module.automatic_optimization else partial(self._clip_in_step, limit)
+                setattr(self.precision_plugin, name, clip)
             scaler = enabled_scaler(self.precision_plugin)
             if scaler is not None:
                 self._scaler = JointScaler(scaler, self, lambda: self._stepper)
@@ -309,7 +327,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """Connect to the servers. A restarted worker waits here until the run admits it."""
         ask_of_sigterm(self.trainer, False)  # The broadcast would make all workers wait for each other in each step.
         self.leave_address(self.trainer)
-        worker, specification, own_steps = join_servers(self, self.module, self.optimizers[0], self._outer_state)
+        worker, specification, own_steps = join_servers(self, self.module, joined(self.optimizers), self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
         self.joined_late = own_steps is not None
@@ -331,7 +349,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.module,
             worker,
             specification,
-            self.optimizers[0],
+            joined(self.optimizers),
             early=not gradient_observers(self.module, self.callbacks) and enabled_scaler(self.precision_plugin) is None,
             sees_weights=average if local else weight_observers(self.module, self.callbacks),
             sync_every=self.options.sync_every if local else 0,
@@ -383,7 +401,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
-        state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps, self.configuration)
+        state = trainer_state(self.trainer, self._stepper.optimizer, self._stepper.own_steps, self.configuration)
         if self.collectives.boundary(state).admitted:
             # Wait until the admitted workers have received the parameters from the servers.
             self.collectives.barrier("admitted")
@@ -453,6 +471,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self._has_left = True
         return output
 
+    def _clip_in_step(self, limit: str, optimizer: Optimizer, clip_val: float) -> None:
+        """Let the servers clip in the optimizer's next step. This method replaces those of the precision plugin."""
+        assert self._stepper is not None
+        member = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        self._stepper.clip(member, limit, clip_val)
+
     # Weights and buffers outside of training steps
 
     def _settle(self, refresh: bool = True) -> None:
@@ -516,9 +540,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.options.mode == "local":
             self._outer_state = self._servers_state()
         else:
-            state = self.optimizer_state(self.optimizers[0])
-            if self.global_rank == 0:
-                self.optimizers[0].load_state_dict(state)
+            states = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                if self.global_rank == 0:
+                    optimizer.load_state_dict(state)
         self._leave_servers()
 
     @override

@@ -1,0 +1,100 @@
+"""Modules with several optimizers and manual optimization train the weights of one device, in float64."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from adversaries import KINDS, train
+from digit_runs import assert_same_run
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import SGD, Adam
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.joined_optimizers import joined
+from cnnstrategies.paramserver.specification import STEP_CLIP_NORM, STEP_CLIP_VALUE
+from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.checks import watch_gradients
+from cnnstrategies.strategies.parameter_server.step_clips import StepClips
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "servers": partial(ParameterServerStrategy, start_method="fork", servers_per_node=2),
+    "ddp_balanced": partial(BalancedDDPStrategy, start_method="fork", shares=[3, 1]),
+}
+
+
+def check(kinds: list[str], strategy: str) -> None:
+    expected, trained = train(kinds, lambda: "auto", 1), train(kinds, STRATEGIES[strategy], 2)
+    for kind in kinds:
+        assert_same_run(trained[kind], expected[kind], 1e-11)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_optimizers_make_the_steps_of_one_device(strategy: str) -> None:
+    check([kind for kind in KINDS if kind != "compiled"], strategy)
+
+
+@pytest.mark.cluster
+def test_a_compiled_module_may_toggle_optimizers() -> None:
+    check(["compiled"], "ddp_balanced")
+
+
+class ByHand(LightningModule):
+    """A module whose step does what servers cannot do right."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.kind = False, kind
+        self.net = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any) -> None:
+        if self.kind == "norm":
+            self.net(batch).sum().backward()
+            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        else:
+            slopes = torch.autograd.grad(self.net(batch).sum(), [self.net.weight])
+            self.net.weight.grad = slopes[0].sign()
+
+
+@pytest.mark.light
+def test_steps_that_compute_nonlinear_functions_of_gradients_are_refused() -> None:
+    for kind, function in (("norm", "norm"), ("grad", "sign")):
+        module = ByHand(kind)
+        watch = watch_gradients(module, [])
+        with pytest.raises(
+            ConfigurationError, match=rf"ByHand.training_step computes .*{function}.* of the gradient of net"
+        ):
+            module.training_step(torch.ones(1, 2))
+        watch.end()
+
+
+@pytest.mark.light
+def test_clipping_that_servers_would_do_at_another_point_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer, clips = SGD([parameter], 0.1), StepClips({id(parameter): "weight"})
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    clips.note(optimizer, STEP_CLIP_NORM, 1.0, [parameter])
+    with pytest.raises(ConfigurationError, match="clip_gradients was called twice before a step of SGD"):
+        clips.note(optimizer, STEP_CLIP_VALUE, 1.0, [parameter])
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ConfigurationError, match="changed after clip_gradients and before the step of SGD"):
+        clips.take(optimizer)
+    clips.note(optimizer, STEP_CLIP_VALUE, 0.5, [parameter])
+    assert clips.take(optimizer) == {STEP_CLIP_NORM: 0.0, STEP_CLIP_VALUE: 0.5}
+    assert not any(clips.take(optimizer).values())
+    parameter.register_post_accumulate_grad_hook(clips.check_kept)  # type: ignore[no-untyped-call]
+    with pytest.raises(ConfigurationError, match="gradient of weight was kept after a step with clip_gradients"):
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
+    clips.note(optimizer, STEP_CLIP_NORM, 1.0, [parameter])
+    clips.take(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.light
+def test_a_parameter_in_two_optimizers_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(ConfigurationError, match="1 parameters are in several of the 2 optimizers"):
+        joined([SGD([parameter], 0.1), Adam([parameter])])
