@@ -1,8 +1,9 @@
 """A coordinator that follows a killed coordinator: with the journal it goes on as if it had only been stopped."""
 
-import pickle
+import json
 import subprocess
 import sys
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from simulation.faults import Network
 from simulation.sameness import differing
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.paramserver.coordinator import journal
+from cnnstrategies.paramserver.coordinator import journal, stored_state
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStore
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.stored_state import StateError, from_table, to_table
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
@@ -30,6 +32,12 @@ SETTINGS = CoordinatorSettings("here", 2, 0)
 def restarted(store: JournalStore, most: int = 10_000) -> Coordinator:
     """Return a new coordinator that has read a journal."""
     return Journaled(Coordinator(SETTINGS), store, follows=True, most=most).coordinator
+
+
+def state_size(coordinator: Coordinator) -> int:
+    """Return the number of bytes of a coordinator's state in a journal, without the head of the record."""
+    table, buffers = to_table(coordinator)
+    return len(json.dumps(table, separators=(",", ":"))) + sum(map(len, buffers))
 
 
 def epoch(number: int) -> Message:
@@ -73,7 +81,7 @@ def test_a_large_journal_is_rewritten_when_it_has_doubled(monkeypatch: pytest.Mo
         fields, text = {"session": 0, "floor": number, "number": 0}, bytes(1 << (14 if number == 2 else 13))
         role.on_message(9.0, Peer("worker", 0), Message("put", fields, (text,), number))
         sizes.append(len(store.read()))
-    assert max(sizes) < 2 * (len(pickle.dumps(role.coordinator)) + (1 << 14)) + (1 << 12)
+    assert max(sizes) < 2 * (state_size(role.coordinator) + (1 << 14)) + (1 << 12)
     assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "the journal is rewritten now and then"
     assert differing(role.coordinator, restarted(store)) is None
 
@@ -103,6 +111,30 @@ def test_runs_do_not_depend_on_the_hash_seed() -> None:
     command = [sys.executable, "-c", "import test_restart; print(*test_restart.trace_of_a_run(), sep='\\n')"]
     other = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
     assert other.stdout.splitlines() == trace_of_a_run()
+
+
+class Stranger:
+    """An object of a class outside of the package."""
+
+
+def test_a_state_with_shared_objects_is_read_as_it_was_written() -> None:
+    shared = Peer("worker", 3)
+    state = [set(range(100)), deque([shared], 5), {"peers": (shared, shared), 2: b"x", "none": None}, frozenset(), 0.5]
+    table, buffers = to_table(state)
+    copy = from_table(json.loads(json.dumps(table)), list(map(bytes, buffers)))
+    assert copy == state
+    assert copy[1].maxlen == 5
+    assert copy[1][0] is copy[2]["peers"][1]
+
+
+def test_an_object_of_a_foreign_class_is_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StateError, match=r"test_restart:Stranger"):
+        to_table([Stranger()])
+    monkeypatch.setattr(stored_state, "PACKAGE", "")
+    table, _ = to_table([Stranger()])
+    monkeypatch.undo()
+    with pytest.raises(StateError, match=r"test_restart:Stranger"):
+        from_table(table, [])
 
 
 # The file

@@ -3,8 +3,10 @@
 A coordinator is a state machine: its inputs, which are messages and timers with their times, determine its state and
 the messages that it sends. The journal contains every input, written before the coordinator acts on it. A new process
 that reads the journal repeats the inputs, and so reaches the same state. For the members, the death of the old process
-is only a pause in which messages may be lost, and the protocol repeats lost messages. From time to time the pickled
-state of the coordinator replaces the inputs in the journal.
+is only a pause in which messages may be lost, and the protocol repeats lost messages. From time to time the state of
+the coordinator replaces the inputs in the journal. Inputs and state are written as in :mod:`cnnstrategies.codec`: JSON
+for the structure, then raw buffers. So reading a journal runs no code that the journal names. The codec itself is not
+used, because it imports torch, which takes longer than everything else that a coordinator does at its start.
 
 The journal is stored on the machine of rank 0, and is not synced to the disk. The journal need not survive a failure of
 that machine, because the run ends then anyway. If a process is killed while it writes a record, the record is
@@ -12,21 +14,24 @@ incomplete and is ignored. This does no harm, because the process has not acted 
 """
 
 import contextlib
-import pickle
+import itertools
+import json
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.status import WATCHER
-from cnnstrategies.paramserver.core.node import ControlError, Effects, Message, Peer
+from cnnstrategies.paramserver.coordinator.stored_state import from_table, to_table
+from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, Message, Peer
 
 # Number of records after which the coordinator's state replaces them. A process needs about half a second to read that
 # many records.
 MOST_RECORDS = 10_000
 MOST_BYTES = 1 << 26  # size of the records, in bytes, after which the coordinator's state replaces them
 HEAD = struct.Struct("<II")  # header of a record: length in bytes and CRC-32 of the body, which follows the header
+LENGTH = struct.Struct("<I")  # start of a body: length of its JSON in bytes
 
 
 class JournalStore(Protocol):
@@ -66,65 +71,62 @@ class Journaled:
         self._most = most
         self._records = self._bytes = 0
         contents, whole = store.read() if follows else b"", 0
-        for record, end in _records(contents):
+        for record, frames, end in _records(contents):
             self._records, whole = self._records + 1, end
-            self._read(record)
+            self._read(record, frames)
         # Remove an incomplete last record, because records that are appended after it could not be read.
         store.replace(contents[:whole])
 
     def start(self, now: float) -> Effects:
         """Write the start time to the journal, and call :meth:`.Coordinator.start`."""
-        self._write((now,))
+        self._write(["start", now])
         return self.coordinator.start(now)
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Write a message to the journal, and call :meth:`.Coordinator.on_message`."""
         if sender.role != WATCHER:  # A watcher's message does not change the coordinator's state, so it is not written.
-            # Tuples are written because they are pickled ten times as fast as `Peer` and `Message`.
-            self._write((now, tuple(sender), tuple(message)))
+            self._write(["message", now, sender, message.kind, message.request, message.fields], message.frames)
         return self.coordinator.on_message(now, sender, message)
 
     def on_timer(self, now: float, name: str) -> Effects:
         """Write the name and time of an expired timer to the journal, and call :meth:`.Coordinator.on_timer`."""
-        self._write((now, name))
+        self._write(["timer", now, name])
         return self.coordinator.on_timer(now, name)
 
-    def _write(self, record: tuple[object, ...]) -> None:
+    def _write(self, record: list[Any], frames: Sequence[Buffer] = ()) -> None:
         if self._records >= self._most or self._bytes > MOST_BYTES:
-            whole = _packed(self.coordinator)
+            table, buffers = to_table(self.coordinator)
+            whole = _packed(["state", table], buffers)
             self._store.replace(whole)
             # Counting the bytes starts below 0, so the size limit allows more records after a large state. A large
             # state is then not written too often.
             self._records, self._bytes = 0, -len(whole)
-        packed = _packed(record)
+        packed = _packed(record, frames)
         self._store.append(packed)
         self._records += 1
         self._bytes += len(packed)
 
-    def _read(self, record: Any) -> None:
+    def _read(self, record: list[Any], frames: list[bytes]) -> None:
         match record:
-            case Coordinator():
-                self.coordinator = record
-            case (now,):
+            case "state", table:
+                self.coordinator = from_table(table, frames)
+            case "start", now:
                 self.coordinator.start(now)
-            case (now, str(name)):
+            case "timer", now, name:
                 self.coordinator.on_timer(now, name)
-            case (now, sender, message):
+            case "message", now, sender, kind, request, fields:
                 with contextlib.suppress(ControlError):  # The earlier process raised the same error, and went on.
-                    self.coordinator.on_message(now, Peer(*sender), Message(*message))
+                    self.coordinator.on_message(now, Peer(*sender), Message(kind, fields, frames, request))
 
 
-def _packed(record: object) -> bytes:
-    body = pickle.dumps(record)
+def _packed(record: list[Any], frames: Sequence[Buffer]) -> bytes:
+    text = json.dumps([list(map(len, frames)), record], separators=(",", ":")).encode()
+    body = b"".join([LENGTH.pack(len(text)), text, *frames])
     return HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
-def _records(contents: bytes) -> Iterator[tuple[Any, int]]:
-    """Yield the complete records, each with the number of bytes from the start of the contents to the record's end.
-
-    Unpickling can run code that the contents name. This is safe here, because only the user, who also owns the programs
-    of the run, can write to the store.
-    """
+def _records(contents: bytes) -> Iterator[tuple[list[Any], list[bytes], int]]:
+    """Yield the complete records, their frames, and the numbers of bytes from the start to the ends of the records."""
     start = 0
     while len(contents) - start >= HEAD.size:
         length, check = HEAD.unpack_from(contents, start)
@@ -132,5 +134,8 @@ def _records(contents: bytes) -> Iterator[tuple[Any, int]]:
         body = contents[start + HEAD.size : end]
         if len(body) < length or zlib.crc32(body) != check:
             return
-        yield pickle.loads(body), end
+        (size,) = LENGTH.unpack_from(body)
+        sizes, record = json.loads(body[LENGTH.size : LENGTH.size + size])
+        ends = list(itertools.accumulate(sizes, initial=LENGTH.size + size))
+        yield record, [body[first:last] for first, last in itertools.pairwise(ends)], end
         start = end
