@@ -23,6 +23,7 @@ from cnnstrategies.callbacks.guarded_run import (
     yields_each_once,
 )
 from cnnstrategies.callbacks.guarded_steps import GuardedSteps
+from cnnstrategies.data.division import shuffles
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.guarding.agreement import disagreements
 from cnnstrategies.guarding.batches import COMPARED, equal_ranks, fixed_row
@@ -110,7 +111,7 @@ class Guard(Callback):
         self._running.modes.begin_batch()
         if trainer.overfit_batches == 0:  # type: ignore[attr-defined]  # set outside the class
             with self._facts.local_code():
-                self._running.batches.add(batch)
+                self._running.batches.add(batch, batch_idx)
         if self._replay is not None and (step + 1) % self.replay_every == 0:
             self._replay.start()
 
@@ -166,19 +167,20 @@ class Guard(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._facts.local_code():
             repeated = self._running.batches.end_epoch()
-        if repeated and self._applied["samples"] and yields_each_once(trainer.train_dataloader):
-            self._note(
-                trainer,
-                Finding(
-                    "batches",
-                    trainer.global_rank,
-                    trainer.global_step,
-                    "the loader",
-                    f"has loaded {repeated} batches of epoch {trainer.current_epoch} again",
-                    "a sampler or a batch sampler that repeats indices, or a data set that ignores the index",
-                    "look at the indices that the sampler yields",
-                ),
-            )
+            repeats_order = self._running.batches.repeats_order()
+        if not self._applied["samples"]:
+            return
+        rank, step, loader = trainer.global_rank, trainer.global_step, trainer.train_dataloader
+        if repeated and yields_each_once(loader):
+            fault = f"has loaded {repeated} batches of epoch {trainer.current_epoch} again"
+            cause = "a sampler or a batch sampler that repeats indices, or a data set that ignores the index"
+            remedy = "look at the indices that the sampler yields"
+            self._note(trainer, Finding("batches", rank, step, "the loader", fault, cause, remedy))
+        elif repeats_order and shuffles(getattr(loader, "loader", loader)):
+            fault = f"has loaded epoch {trainer.current_epoch} in the order of the epoch before"
+            cause = "a sampler with a fixed seed, whose set_epoch is not called"
+            remedy = "call the sampler's set_epoch in on_train_epoch_start"
+            self._note(trainer, Finding("samples", rank, step, "the loader", fault, cause, remedy))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -46,6 +46,13 @@ def samplers_of(loader: Any) -> Iterator[Any]:
         pending += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
 
 
+def shuffles(loader: Any) -> bool:
+    """Return whether each epoch of a loader should have an order of its own."""
+    return any(
+        isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) for sampler in samplers_of(loader)
+    )
+
+
 def divided_among(loader: Any) -> tuple[str, int] | None:
     """Return the sampler's class name and the number of processes among which it divides the samples.
 

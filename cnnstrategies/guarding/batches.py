@@ -26,18 +26,26 @@ class BatchRecords:
         self._is_held = is_held
         self._waiting: list[Tensor] = []
         self._epoch: list[int] = []
+        self._start: list[Tensor] = []  # Of the first batches of the epoch.
+        self._last_start: list[int] = []  # Of the first batches of the epoch before.
 
-    def add(self, batch: Any) -> None:
-        """Record one of the first batches after a check.
+    def add(self, batch: Any, index: int) -> None:
+        """Record one of the first batches after a check, or of an epoch.
 
         A batch of which this rank has only some tensors, such as the targets, is left out.
+
+        Args:
+            batch: The batch.
+            index: Number of the batch in the epoch.
         """
-        if len(self._waiting) >= COMPARED:
+        if len(self._waiting) >= COMPARED and index >= FEWEST:
             return
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()][:LEAVES]
         if leaves and all(type(leaf) is Tensor and self._is_held(leaf) for leaf in leaves):
             sums = [sample_digest(leaf) for leaf in leaves if leaf.layout is torch.strided]
             self._waiting.append(torch.stack(sums).sum())
+            if index < FEWEST:
+                self._start.append(self._waiting[-1])
 
     def take(self) -> list[int]:
         """Return the checksums of the batches since the last call."""
@@ -57,6 +65,12 @@ class BatchRecords:
         count, distinct, self._epoch = len(self._epoch), len(set(self._epoch)), []
         is_many = count >= FEWEST and distinct > 1 and count - distinct > REPEATED * count
         return count - distinct if is_many else 0
+
+    def repeats_order(self) -> bool:
+        """Return whether the epoch has begun as the epoch before. Call this once at the end of each epoch."""
+        before, now = self._last_start, [int(value) for value in self._start]
+        self._last_start, self._start = now, []
+        return len(now) == len(set(now)) == FEWEST and now == before
 
 
 def fixed_row(sums: Sequence[int]) -> list[int]:

@@ -57,13 +57,6 @@ def repeats_by_design(loader: Any) -> bool:
     )
 
 
-def shuffles(loader: Any) -> bool:
-    """Return whether each epoch of a loader should have an order of its own."""
-    return any(
-        isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) for sampler in samplers_of(loader)
-    )
-
-
 def whole_epoch(make: Callable[[], Any], reads: bool) -> int | None:
     """Return the number of samples that a user's training loader loads in an epoch in a run of one process.
 

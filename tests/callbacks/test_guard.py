@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from ranks import run_apart
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from cnnstrategies import ConfigurationError, cli
 from cnnstrategies.callbacks import Guard
@@ -246,6 +246,19 @@ def repeating_loader() -> DataLoader[Any]:
     return DataLoader(data, 4, sampler=Repeats(data))
 
 
+class FixedOrder(RandomSampler):
+    """Yields the same random order in each epoch."""
+
+    def __iter__(self) -> Any:
+        self.generator = torch.Generator().manual_seed(3)
+        return super().__iter__()
+
+
+def fixed_loader() -> DataLoader[Any]:
+    data = images(80).dataset
+    return DataLoader(data, 4, sampler=FixedOrder(data))  # type: ignore[arg-type]
+
+
 def forget_step(module: Any) -> None:
     """Make the convolution give another result in its next forward."""
     layer = module.backbone[0]
@@ -281,6 +294,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, int, int, str]]] = {
         ("rates", 0, 60, "the learning rate of parameter group 0 of schedule 0"),
     ),
     "repeated samples": ({"loader": repeating_loader}, ("batches", 0, 20, "the loader")),
+    "same order": ({"loader": fixed_loader}, ("samples", 0, 40, "the loader")),
     "layer": ({"callbacks": [At(14, forget_step)]}, ("replay", 0, 15, "backbone.0")),
     "spike": (
         {"module": Outlier, "steps": 260, "loader": lambda: images(1200)}, ("history", 0, 251, "the loss"),

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 from torchvision.ops import StochasticDepth
 
+from cnnstrategies.data.division import shuffles
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.joined_batches import joined
 from cnnstrategies.verifying.batches import GlobalBatches, Precision, repeated_batches, same_batches, samples
-from cnnstrategies.verifying.loaders import repeats_by_design, shuffles
+from cnnstrategies.verifying.loaders import repeats_by_design
 from cnnstrategies.verifying.recorder import settle
 from cnnstrategies.verifying.verdict import differences, row_of, tolerance_of
 
