@@ -243,12 +243,12 @@ class TraceComparison:
 
 
 def _by_key(trace: Trace) -> dict[Key, list[SketchedValue]]:
-    """Return the values of a trace by their keys. Gradients are in the order of the module's calls.
+    """Return the values that a rank holds by their keys. Gradients are in the order of the module's calls.
 
     If forwards are repeated to compute activations again, only those that autograd has recorded are kept.
     """
     values: dict[Key, list[SketchedValue]] = defaultdict(list)
-    for value in trace.values:
+    for value in (value for value in trace.values if value.is_held):
         values[value.step, value.kind, value.name].append(value)
     for key, same_key in values.items():
         if key[1] == "gradient":

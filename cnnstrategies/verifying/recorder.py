@@ -172,7 +172,8 @@ class Recorder(Checkpoint):
         size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
         self._notes["unlike one device"] = differences(trainer, size)
         if self._role.saves_trace:
-            self._tracer = Tracer(pl_module, self._role.noise)
+            rank, holders_of = trainer.global_rank, facts_of(trainer.strategy).holders_of
+            self._tracer = Tracer(pl_module, self._role.noise, lambda tensor: rank in (holders_of(tensor) or (rank,)))
         self._begun = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
         self._notes["parameters"] = list(self._begun)
         batches = trainer.num_training_batches

@@ -7,7 +7,7 @@ as in Achlioptas, "Database-friendly random projections", 2003).
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ class SketchedValue:
         call: Number of earlier calls of the module with this batch; 0 for other values.
         sketch: Sketch of shape (samples, ``SIGNS``). A value without a dimension for samples has one row.
         is_recorded: Whether autograd recorded the computation of the value.
+        is_held: Whether this rank holds the value. All ranks read the parameters and buffers of other ranks.
     """
 
     step: int
@@ -53,6 +54,7 @@ class SketchedValue:
     call: int
     sketch: Tensor
     is_recorded: bool = True
+    is_held: bool = True
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,11 @@ class Tracer:
         module: The user's module.
         noise: Seed of random errors that are added to the outputs of all layers and change their last bits. 0 if no
             errors are added.
+        is_held: Function that tells whether this rank holds a parameter or buffer.
     """
 
-    def __init__(self, module: LightningModule, noise: int = 0) -> None:
-        self._module = module
+    def __init__(self, module: LightningModule, noise: int, is_held: Callable[[Tensor], bool]) -> None:
+        self._module, self._is_held = module, is_held
         parts = [(name, part) for name, part in module.named_modules() if name and not isinstance(part, Metric)]
         self._names = {id(part): name for name, part in parts}
         self._trace = Trace(modules={name: _facts(part) for name, part in parts})
@@ -153,9 +156,9 @@ class Tracer:
         self._is_training = True
         self._calls.clear()
         for name, parameter in self._module.named_parameters():
-            self._add("weight", name, parameter)
+            self._add("weight", name, parameter, owner=parameter)
         for name, buffer in self._module.named_buffers():
-            self._add("buffer", name, buffer)
+            self._add("buffer", name, buffer, owner=buffer)
 
     def end_batch(self, outputs: Any) -> None:
         """Record the loss among the outputs of the training step, and nothing more until the next batch."""
@@ -168,7 +171,7 @@ class Tracer:
         """Record the gradients of parameters after the backward pass, before they are clipped."""
         for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
-                self._add("parameter gradient", name, parameter.grad)
+                self._add("parameter gradient", name, parameter.grad, owner=parameter)
 
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record the gradients with which an optimizer has made its step.
@@ -178,7 +181,7 @@ class Tracer:
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self._module.named_parameters():
             if self._is_training and id(parameter) in parameters and parameter.grad is not None:
-                self._add("final gradient", name, parameter.grad)
+                self._add("final gradient", name, parameter.grad, owner=parameter)
 
     def save(self, file: Path, end: Mapping[str, Tensor]) -> None:
         """Remove the hooks, and save the trace.
@@ -189,10 +192,12 @@ class Tracer:
         """
         for handle in self._handles:
             handle.remove()
-        buffers = {name for name, _ in self._module.named_buffers()}
+        buffers, parameters = dict(self._module.named_buffers()), dict(self._module.named_parameters())
         for name, sketch in end.items():
             kind: Kind = "buffer" if name in buffers else "weight"
-            self._trace.values.append(SketchedValue(len(self._trace.samples), kind, name, 0, sketch))
+            is_held = self._is_held((buffers | parameters)[name])
+            step = len(self._trace.samples)
+            self._trace.values.append(SketchedValue(step, kind, name, 0, sketch, is_held=is_held))
         torch.save(self._trace, file)
 
     def _before(self, part: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -223,11 +228,20 @@ class Tracer:
     def _add_gradient(self, name: str, call: int, gradient: Tensor) -> None:
         self._add("gradient", name, gradient, call, by_sample=True)
 
-    def _add(self, kind: Kind, name: str, value: Tensor, call: int = 0, by_sample: bool = False) -> None:
+    def _add(
+        self,
+        kind: Kind,
+        name: str,
+        value: Tensor,
+        call: int = 0,
+        by_sample: bool = False,
+        owner: Tensor | None = None,
+    ) -> None:
         with torch.no_grad():
             sketch = sketch_of(value, by_sample)
         step = len(self._trace.samples) - 1
-        self._trace.values.append(SketchedValue(step, kind, name, call, sketch, torch.is_grad_enabled()))
+        is_held = owner is None or self._is_held(owner)
+        self._trace.values.append(SketchedValue(step, kind, name, call, sketch, torch.is_grad_enabled(), is_held))
 
 
 def _floating(values: Any) -> Iterator[Tensor]:
