@@ -81,7 +81,7 @@ def _decoded(file: Path) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigurationError(
             f"{file}, line {line}: the text is not {error.encoding.upper()} ({error.reason}, 0x"
-            f"{content[error.start]:02x}); save the file with the encoding UTF-8"
+            f"{content[error.start]:02x}); save the file with the encoding UTF-8 (in Excel CSV UTF-8)"
         ) from None
 
 

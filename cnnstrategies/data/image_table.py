@@ -1,8 +1,9 @@
 """Data module for images whose targets are in a CSV file: the class, the labels or the numbers of each image."""
 
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,30 @@ class ImageTableDataModule(ImageFolderDataModule):
                 f"{self.labels} lists {first}, which does not exist: make the paths relative to data.init_args.root"
                 f"{slashes}"
             )
+        self._check_images(rows, targets)
         self.training_root = self.labels
         self.folders = dict.fromkeys(self.table, self.labels)
+
+    def _check_images(self, rows: Sequence[Row], targets: Sequence[str]) -> None:
+        """Refuse images that do not exist, and images in two rows with different targets or splits."""
+        names: dict[str, set[str]] = {}  # By folder. To list a folder is faster than to ask for each of its files.
+        earlier: dict[str, Row] = {}
+        for row in rows:
+            path = str(self.root / self._path(row))
+            folder, name = os.path.split(path)
+            if folder not in names:
+                names[folder] = set(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else set()
+            if name not in names[folder]:
+                raise ConfigurationError(
+                    f"{self.labels}, line {row.line}: {path} does not exist: correct the path, or remove the line"
+                )
+            other = earlier.setdefault(os.path.normpath(path), row)
+            for column, value in row.cells.items():
+                if value != other.cells[column] and (column in targets or column.lower() == SPLIT):
+                    raise ConfigurationError(
+                        f"{self.labels}, line {row.line}: {row.path} has {column}={value}, but line {other.line} has "
+                        f"{column}={other.cells[column]} for the same image: remove one of the lines"
+                    )
 
     @override
     def parts(self) -> dict[str, Files]:

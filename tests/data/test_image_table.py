@@ -92,7 +92,8 @@ def test_spaces_separators_and_encodings_do_not_change_the_classes():
 
 @pytest.mark.light
 def test_spaces_in_the_name_of_a_file_are_kept():
-    Image.new("RGB", (9, 8)).save(" e.png")
+    for name in (" e.png", "f.png"):
+        Image.new("RGB", (9, 8)).save(name)
     data = table(CLASSES + " e.png,cat\n f.png,dog\n", val_split=0.5)
     assert {"f.png", " e.png"} <= {*data.table["train"][0]}
 
@@ -161,6 +162,17 @@ MISTAKES = {
     ),
     "truncated": (CLASSES.encode("utf-16")[:-1], {}, "the text is not UTF-16"),
     "long value": (CLASSES + '"' + "x" * 200_000, {}, "line 6: field larger than field limit .*; correct the line"),
+    "no later image": (CLASSES.replace("b.png", "e.png"), {}, "labels.csv, line 3: e.png does not exist: correct the"),
+    "two classes": (
+        CLASSES + "./a.png,dog\n",
+        {},
+        r"line 6: ./a.png has species=dog, but line 2 has species=cat for the same image: remove one of the lines",
+    ),
+    "two splits": (
+        LABELS + LABELS.splitlines()[1].replace("train", "val") + "\n",
+        {"task": "regression"},
+        "has Split=val, but line 2 has Split=train for the same image",
+    ),
     "no image": (
         LABELS.replace("a.png", "e.png"),
         {"task": "regression"},
