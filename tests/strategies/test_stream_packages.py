@@ -88,6 +88,17 @@ class Batches(IterableDataset[Any]):
         self.next = state["next"]
 
 
+class OwnPart(Batches):
+    """A stream that yields every second sample on each of two processes, whose states therefore differ."""
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.next = self.next or dist.get_rank(), 0
+        for number in range(first, SIZE, 2):
+            self.next = number + 2
+            yield {"number": number}
+        self.next = 0
+
+
 def loader(kind: Callable[..., Any], data: Any, workers: int) -> Any:
     return kind(data, BATCH, num_workers=workers, collate_fn=collated)
 
@@ -107,6 +118,7 @@ STREAMS: dict[str, Callable[[Path, int], Any]] = {
     "with indices": lambda folder, w: loader(DataLoader, hugging_face(folder), w),
     "torchdata, with indices": lambda folder, w: stateful(hugging_face(folder), w),
     "torchdata": lambda folder, w: stateful(Batches(), w),
+    "torchdata, own part": lambda folder, w: stateful(OwnPart(), w),
     "torchdata, one shard": lambda folder, w: stateful(hugging_face(folder).to_iterable_dataset(), w),
     "torchdata, four shards": lambda folder, w: stateful(hugging_face(folder).to_iterable_dataset(num_shards=4), w),
     "torchdata, split by node": lambda folder, w: stateful(split_by_node(folder), w),
@@ -128,8 +140,8 @@ def test_a_stream_of_a_package_is_used_once_and_continues(name: str, workers: in
     counts = StreamCounts()
     train(tmp_path / "first", balanced(), 2, make, callbacks=[saves, counts], enable_checkpointing=True)
     assert noted(tmp_path / "first") == EVERYTHING
-    options = {"ckpt_path": tmp_path / "step=2.ckpt", "callbacks": [StreamCounts()]}
+    options = {"ckpt_path": tmp_path / "step=4.ckpt", "callbacks": [StreamCounts()]}
     train(tmp_path / "then", balanced(), 2, make, **options)
-    assert noted(tmp_path / "first", before=2) + noted(tmp_path / "then") == EVERYTHING
+    assert noted(tmp_path / "first", before=4) + noted(tmp_path / "then") == EVERYTHING
     weights = [torch.load(tmp_path / part / "weights") for part in ("first", "then")]
     assert all(value.equal(weights[1][key]) for key, value in weights[0].items())

@@ -195,3 +195,9 @@ def test_a_run_whose_process_is_killed_continues_with_the_other_samples(
     if kind is Uneven:
         with pytest.raises(Exception, match="2 processes with 2 workers, and Uneven divides its samples among them"):
             train(tmp_path / "other", balanced(), 2, lambda: make(3), **options)
+
+
+def test_a_stream_cannot_be_dispatched(tmp_path: Path) -> None:
+    dynamic = ParameterServerStrategy(mode="async", data_dispatch="dynamic", start_method="fork")
+    with pytest.raises(Exception, match="Plain is a stream without indices, but `data_dispatch: dynamic` assigns"):
+        train(tmp_path, dynamic, 2, lambda: DataLoader(Plain(), BATCH))

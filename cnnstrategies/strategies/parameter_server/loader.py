@@ -17,6 +17,7 @@ from cnnstrategies.data.sampling import items_of, options_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
+from cnnstrategies.strategies.streams import StreamLoader
 
 
 class ChunkSampler:
@@ -153,6 +154,11 @@ class DispatchedLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: Any, dispatch: BatchDispatch, trainer: Trainer) -> None:
+        if isinstance(loader, StreamLoader):
+            raise ConfigurationError(
+                f"{type(loader.dataset).__name__} is a stream without indices, but `data_dispatch: dynamic` assigns "
+                "samples by their indices: use a data set with `__len__` and `__getitem__`, or `data_dispatch: static`"
+            )
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
                 f"the training loader is a {type(loader).__name__}, but `data_dispatch: dynamic` needs a torch "
