@@ -98,3 +98,26 @@ def test_volumes_are_segmented_in_two_parts(run_cli, tmp_path):
     assert code == 0, output
     assert "val_dice" in output
     assert re.search(r"this rank has had 8 of 16 rows \(depth\), .*, and no operation needed all rows", output)
+
+
+@pytest.mark.cluster
+@pytest.mark.warm
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gan", ["--trainer.strategy=ddp_fork"]),
+        ("gan", ["--trainer.strategy=parameter_server_fork"]),
+        ("contrastive", ["--trainer.strategy.init_args.start_method=fork"]),
+        ("contrastive", ["--model=contrastive.MoCo", "--trainer.strategy.init_args.start_method=fork"]),
+    ],
+    ids=["gan-ddp", "gan-servers", "simclr", "moco"],
+)
+def test_recipes_of_ones_own_module_train(name, options, run_cli, tmp_path):
+    for end in ("py", "yaml"):
+        shutil.copy2(ROOT / f"docs/examples/{name}.{end}", tmp_path)
+    few = ["--trainer.limit_train_batches=2", "--trainer.max_epochs=1"]
+    code, output = run_cli("fit", f"--config={name}.yaml", *few, *options)
+    assert code == 0, output
+    if name == "gan":
+        assert "distance" in output
+        assert len(list(tmp_path.rglob("samples/epoch_000.png"))) == 1
