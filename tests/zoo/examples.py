@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
-from trial import CLASSES, images_and_labels, part_of, try_all
+from trial import CLASSES, Entry, images_and_labels, part_of, try_all
 
 SIZE, FEATURES = 32, 96
 
@@ -66,16 +66,15 @@ METRIC_LEARNING: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", part_of(METRIC_LEARNING))
-def test_pytorch_metric_learning(name: str) -> None:
+def metric_entry(name: str) -> Entry:
     loss, is_mean = METRIC_LEARNING[name]
     batch = 4 if is_mean else 12  # A batch of 12 has pairs of images of the same class.
-    try_all(
-        f"pytorch_metric_learning.{name}",
-        lambda: Metric(loss),
-        lambda: images_and_labels(SIZE, batch=batch),
-        is_mean,
-    )
+    return Entry(lambda: Metric(loss), lambda: images_and_labels(SIZE, batch=batch), is_mean)
+
+
+@pytest.mark.parametrize("name", part_of(METRIC_LEARNING))
+def test_pytorch_metric_learning(name: str) -> None:
+    try_all(f"pytorch_metric_learning.{name}", metric_entry(name))
 
 
 class Twins(Example):
@@ -257,7 +256,11 @@ LIGHTLY: dict[str, tuple[Callable[[], LightningModule], bool]] = {
 }
 
 
+def lightly_entry(name: str) -> Entry:
+    make, is_mean = LIGHTLY[name]
+    return Entry(make, lambda: images_and_labels(SIZE), is_mean)
+
+
 @pytest.mark.parametrize("name", part_of(LIGHTLY))
 def test_lightly(name: str) -> None:
-    make, is_mean = LIGHTLY[name]
-    try_all(f"lightly.{name}", make, lambda: images_and_labels(SIZE), is_mean)
+    try_all(f"lightly.{name}", lightly_entry(name))

@@ -18,7 +18,7 @@ from torch_uncertainty.models.segmentation import packed_small_unet, seg_former,
 from torch_uncertainty.transforms import MIMOBatchFormat, RepeatTarget
 from torchgeo import trainers
 from torchgeo.datamodules.utils import collate_fn_detection
-from trial import CLASSES, part_of, try_all
+from trial import CLASSES, Entry, part_of, try_all
 
 SIZE, SAMPLES = 32, 24
 SMALL = "test_resnet"  # timm's smallest ResNet
@@ -134,8 +134,7 @@ TORCHGEO: dict[str, tuple[Callable[[], LightningModule], dict[str, Tensor] | Non
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", part_of(TORCHGEO))
-def test_torchgeo(name: str) -> None:
+def torchgeo_entry(name: str) -> Entry:
     make, fields, is_mean = TORCHGEO[name]
     # A detector's own code takes lists of images and boxes, which torch.fx cannot trace.
     submodule = "model.backbone" if name.startswith("ObjectDetection") else None
@@ -145,7 +144,12 @@ def test_torchgeo(name: str) -> None:
             return DataLoader(Boxes(), 4, collate_fn=collate_fn_detection)
         return DataLoader(Scenes(fields), 4)
 
-    try_all(f"torchgeo.{name}", make, data, is_mean, submodule)
+    return Entry(make, data, is_mean, submodule)
+
+
+@pytest.mark.parametrize("name", part_of(TORCHGEO))
+def test_torchgeo(name: str) -> None:
+    try_all(f"torchgeo.{name}", torchgeo_entry(name))
 
 
 def routine(
@@ -227,7 +231,11 @@ UNCERTAINTY: dict[str, tuple[Callable[[], LightningModule], Tensor]] = {
 }  # fmt: skip
 
 
+def uncertainty_entry(name: str) -> Entry:
+    make, targets = UNCERTAINTY[name]
+    return Entry(make, lambda: DataLoader(TensorDataset(IMAGES, targets), 4))
+
+
 @pytest.mark.parametrize("name", part_of(UNCERTAINTY))
 def test_torch_uncertainty(name: str) -> None:
-    make, targets = UNCERTAINTY[name]
-    try_all(f"torch_uncertainty.{name}", make, lambda: DataLoader(TensorDataset(IMAGES, targets), 4))
+    try_all(f"torch_uncertainty.{name}", uncertainty_entry(name))

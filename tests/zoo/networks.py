@@ -9,7 +9,7 @@ import timm
 from catalogue import SEGMENTATION, SEGMENTATION_MODELS, TIMM, TORCHVISION
 from torch import nn
 from torchvision.models import get_model
-from trial import CLASSES, Classifier, images_and_labels, part_of, try_all
+from trial import CLASSES, Classifier, Entry, images_and_labels, part_of, try_all
 
 
 def segmenter(name: str) -> nn.Module:
@@ -51,7 +51,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
 }
 
 
+def entry(name: str) -> Entry:
+    make, size, masks = NETWORKS[name]
+    return Entry(lambda: Classifier(make()), lambda: images_and_labels(size, masks))
+
+
 @pytest.mark.parametrize("name", part_of(NETWORKS))
 def test_network(name: str) -> None:
-    make, size, masks = NETWORKS[name]
-    try_all(name, lambda: Classifier(make()), lambda: images_and_labels(size, masks))
+    try_all(name, entry(name))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,9 @@ STRATEGIES: Mapping[str, tuple[Callable[[LightningModule, Tensor, str | None], A
 }
 
 
-def chosen_strategies() -> Iterable[str]:
+def chosen_strategies(names: Iterable[str] = STRATEGIES) -> Iterable[str]:
     """Return the strategies to try: with `CNNSTRATEGIES_ZOO_STRATEGY=hybrid`, those whose names contain this text."""
-    return [name for name in STRATEGIES if os.environ.get("CNNSTRATEGIES_ZOO_STRATEGY", "") in name]
+    return [name for name in names if os.environ.get("CNNSTRATEGIES_ZOO_STRATEGY", "") in name]
 
 
 def this_code() -> str:
@@ -71,13 +72,34 @@ def part_of(names: Iterable[str]) -> list[str]:
     return list(names)[part - 1 :: parts]
 
 
-def try_all(
-    name: str,
-    make: Callable[[], LightningModule],
-    data: Callable[[], DataLoader[Any]],
-    is_mean: bool = True,
-    submodule: str | None = None,
-) -> None:
+@dataclass(frozen=True)
+class Entry:
+    """A network or module of the zoo.
+
+    Attributes:
+        make: Function that makes the module.
+        data: Function that makes its loader.
+        is_mean: Whether its loss is a mean over images. If it is not, processes that compute the loss of their own
+            images have a different result.
+        submodule: Path of the submodule that pipelines divide; None for their own choice.
+    """
+
+    make: Callable[[], LightningModule]
+    data: Callable[[], DataLoader[Any]]
+    is_mean: bool = True
+    submodule: str | None = None
+
+    def strategy(self, name: str) -> tuple[LightningModule, Any, int]:
+        """Return the module, the strategy of this name for the module, and the number of devices."""
+        chosen, devices = STRATEGIES[name]
+        torch.manual_seed(0)
+        module = self.make()
+        batch = next(iter(self.data()))
+        images = batch["image"] if isinstance(batch, dict) else batch[0]
+        return module, chosen(module, images, self.submodule), devices
+
+
+def try_all(name: str, entry: Entry) -> None:
     """Write the results of a module under each strategy to a file, and fail if a result is not acceptable.
 
     Acceptable results are equal to one device, announced as different before the run, or refused with an error message
@@ -85,24 +107,16 @@ def try_all(
 
     Args:
         name: Name of the module in the table.
-        make: Function that makes the module.
-        data: Function that makes its loader.
-        is_mean: Whether its loss is a mean over images. If it is not, processes that compute the loss of their own
-            images have a different result.
-        submodule: Path of the submodule that pipelines divide; None for their own choice.
+        entry: The module.
     """
     file = RESULTS / f"{name}.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     wrong = []
     for strategy in chosen_strategies():
-        chosen, devices = STRATEGIES[strategy]
         try:
-            torch.manual_seed(0)
-            module = make()
-            batch = next(iter(data()))
-            images = batch["image"] if isinstance(batch, dict) else batch[0]
-            verdict = verify(module, data(), chosen(module, images, submodule), devices=devices, steps=2)
-            announced = [text for text in (OWN_MEANS, OWN_OTHER_LOSSES) if not is_mean and text in str(verdict)]
+            module, chosen, devices = entry.strategy(strategy)
+            verdict = verify(module, entry.data(), chosen, devices=devices, steps=2)
+            announced = [text for text in (OWN_MEANS, OWN_OTHER_LOSSES) if not entry.is_mean and text in str(verdict)]
             result = "equal" if verdict.equal else f"said: {announced[0]}" if announced else f"DIFFERENT: {verdict}"
         except ConfigurationError as error:
             result = f"refused: {error}"

@@ -1,0 +1,93 @@
+"""The guard finds nothing while published networks and modules train; `make test-zoo` runs this file.
+
+Each module makes twelve steps in float32 under a strategy, with checks after the first, the eleventh and the last step,
+and layers that are computed twice in the fifth and the tenth step. Findings are written to a file for the page of
+false alarms. A strategy may refuse a module: the other tests of the zoo say which refusals are expected.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from examples import LIGHTLY, METRIC_LEARNING, lightly_entry, metric_entry
+from lightning.pytorch import LightningDataModule
+from modules import TORCHGEO, UNCERTAINTY, torchgeo_entry, uncertainty_entry
+from networks import NETWORKS, entry
+from torch.utils.data import DataLoader
+from trial import RESULTS, STRATEGIES, Entry, chosen_strategies, part_of, this_code
+
+from cnnstrategies.strategies import BalancedDDPStrategy, SpatialStrategy
+
+sys.path.append(str(ROOT / "benchmarks" / "guard"))
+
+from answers import REFUSAL
+from guarded import findings_of
+from programs import Program
+
+STEPS, EVERY = 12, 11
+ALARMS = RESULTS / "alarms"
+ENTRIES: dict[str, Callable[[], Entry]] = {
+    **{name: partial(entry, name) for name in NETWORKS},
+    **{f"torchgeo.{name}": partial(torchgeo_entry, name) for name in TORCHGEO},
+    **{f"torch_uncertainty.{name}": partial(uncertainty_entry, name) for name in UNCERTAINTY},
+    **{f"pytorch_metric_learning.{name}": partial(metric_entry, name) for name in METRIC_LEARNING},
+    **{f"lightly.{name}": partial(lightly_entry, name) for name in LIGHTLY},
+}
+MORE: Mapping[str, Callable[[], Any]] = {
+    "ddp_balanced": partial(BalancedDDPStrategy, shares="equal", find_unused_parameters=True, start_method="fork"),
+    "spatial": partial(SpatialStrategy, parts=2, start_method="fork"),
+}
+
+
+class Loaded(LightningDataModule):
+    """Data module of a loader, which is also the loader for validations: torchgeo's schedules need a validation.
+
+    Args:
+        data: Function that makes the loader.
+    """
+
+    def __init__(self, data: Callable[[], DataLoader[Any]]) -> None:
+        super().__init__()
+        self.data = data
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.data()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.data()
+
+
+def alarms_of(name: str, strategy: str) -> dict[str, Any]:
+    """Train an entry under a strategy, and return the findings, the notes, and the line with which it is refused."""
+    tried = ENTRIES[name]()
+    module, chosen, devices = tried.strategy("ddp" if strategy in MORE else strategy)
+    if strategy in MORE:
+        chosen = MORE[strategy]()
+    program: Any = Program(module, Loaded(tried.data), chosen)  # type: ignore[arg-type]  # any module can be guarded
+    program.trainer["limit_val_batches"] = 1
+    try:
+        findings = findings_of(program, STEPS, devices, EVERY)
+    except RuntimeError as error:
+        if refusals := re.findall(REFUSAL, str(error)):
+            return {"refused": refusals[-1]}
+        raise
+    return {
+        "findings": [str(finding) for finding in findings if not finding.is_note],
+        "notes": sorted({str(finding) for finding in findings if finding.is_note}),
+    }
+
+
+@pytest.mark.parametrize("name", part_of(ENTRIES))
+def test_the_guard_is_silent(name: str) -> None:
+    file = ALARMS / f"{name}.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    for strategy in chosen_strategies([*STRATEGIES, *MORE]):
+        results[strategy] = alarms_of(name, strategy) | {"measured": this_code()}
+    ALARMS.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results))
+    assert not any(result.get("findings") for result in results.values()), results
