@@ -257,6 +257,15 @@ def abort_all_groups() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
+def asks_default_group() -> bool:
+    """Return whether ``torch.distributed.new_group`` lets the default process group create the new group.
+
+    torch 2.11 creates it itself. Nothing public says which versions do not, and they cannot be told apart by a result
+    without creating a group.
+    """
+    return "new_group" in dist.distributed_c10d._new_group_with_tag.__code__.co_names
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was returned by ``torch.compile``, or was compiled in place by its method ``compile()``.
 

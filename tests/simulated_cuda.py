@@ -166,6 +166,7 @@ def _simulate_cuda(devices: int) -> None:
         "current_stream": lambda device=None: DEVICE.stream,
         "default_stream": lambda device=None: DEVICE.streams[0],
         "synchronize": synchronize,
+        "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device=None: DEVICE.random.clone(),
         "set_rng_state": put_state,
         "get_rng_state_all": lambda: [DEVICE.random.clone()],

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from cnnstrategies._torch_private import (
     PARTS_OF_A_SCHEDULE,
+    asks_default_group,
     communication_seconds,
     compile_again_for_other_hooks,
     default_store,
@@ -26,6 +28,7 @@ from cnnstrategies._torch_private import (
     parameters_in,
     without_values,
 )
+from cnnstrategies.paramserver import process_group
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.runner import Operations
 
@@ -146,3 +149,17 @@ def backward_of_one():
     value = torch.ones((), requires_grad=True)
     value.backward()
     return value.grad.item()
+
+
+def test_a_group_of_the_coordinator_is_made_where_torch_does_not_ask_for_it(monkeypatch):
+    """The newest torch asks the default group, and torch 2.11 does not."""
+    made = []
+    default = process_group.CoordinatorGroup(0, 2, exchange := SimpleNamespace(alone=False))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=default))
+    new_group = process_group._asking(lambda *arguments, **options: made.append((arguments, options)))
+    new_group(backend="gloo", timeout=3, group_desc="some")
+    assert made == [((None, 3, process_group.BACKEND, exchange), {"group_desc": "some"})]
+    dist.group.WORLD = None
+    new_group([0], backend="gloo")
+    assert made[1] == (([0], None, "gloo", None), {})
+    assert asks_default_group() or torch.__version__ < "2.15"

@@ -4,8 +4,9 @@ Importing this module registers the backend :data:`BACKEND`. A group of this bac
 passes each collective to an :class:`Exchange`. All operations are complete when they return.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from cnnstrategies._torch_private import asks_default_group
 from cnnstrategies.errors import ConfigurationError
 
 BACKEND = "coordinator"  # Name of the backend; torch.distributed.get_backend() returns it.
@@ -98,6 +100,11 @@ class CoordinatorGroup(ProcessGroup):
         self._rank, self._size = rank, size
         self._exchange = exchange
         self._name = ""
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange that the group's collectives use."""
+        return self._exchange
 
     # Names and subgroups
 
@@ -372,6 +379,29 @@ def open_group(rank: int, size: int, exchange: Exchange) -> None:
     dist.init_process_group(BACKEND, store=_NO_STORE, rank=rank, world_size=size, pg_options=exchange)
 
 
+def _asking(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.distributed.new_group`` of torch 2.11, changed so that it creates groups of this backend.
+
+    Without the change, torch would connect workers by the backend that the caller names, for which there is no store.
+    """
+
+    @wraps(new_group)
+    def created(
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        **options: Any,
+    ) -> Any:
+        default = dist.group.WORLD
+        if isinstance(default, CoordinatorGroup):
+            default.new_group(range(default.size()) if ranks is None else ranks)  # This call refuses other groups.
+            backend, pg_options = BACKEND, default.exchange
+        return new_group(ranks, timeout, backend, pg_options, **options)
+
+    return created
+
+
 def _create(options: Any, exchange: Any) -> CoordinatorGroup:
     if exchange is None:
         raise ConfigurationError(
@@ -381,4 +411,6 @@ def _create(options: Any, exchange: Any) -> CoordinatorGroup:
     return CoordinatorGroup(options.group_rank, options.group_size, exchange)
 
 
+if not asks_default_group():
+    dist.new_group = _asking(dist.new_group)
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda", "xpu", "mps"])
