@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import quiet_trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
@@ -77,12 +78,12 @@ class NoLosses(nn.Module):
         return images
 
 
-def trained(network: Any, strategy: Any = "auto", world: int = 1) -> dict[str, Tensor]:
+def trained(network: Any, strategy: Any = "auto", world: int = 1, **options: Any) -> dict[str, Tensor]:
     """Train in a process of its own, and return the weights."""
 
     def run() -> dict[str, Tensor]:
         module = made(network).double()  # The parent of forked ranks converts no weights.
-        quiet_trainer(strategy, world, max_epochs=1, precision="64-true").fit(module, shapes())
+        quiet_trainer(strategy, world, max_epochs=1, precision="64-true", **options).fit(module, shapes())
         return dict(module.network.state_dict())
 
     return run_apart(run)
@@ -144,6 +145,15 @@ def test_pipelines_and_the_other_strategies_train_the_same_weights() -> None:
         expected = reference(network)
         assert_equal(trained(network, served(), 2), expected)
         assert_equal(trained(network, HybridPipelineStrategy(start_method="fork"), 2), expected)
+
+
+@pytest.mark.cluster  # These runs take long.
+def test_averaged_weights_are_those_of_one_device() -> None:
+    averaged = {"callbacks": [EMAWeightAveraging(decay=0.5)]}
+    expected = trained(retinanet, **averaged)
+    assert_equal(trained(retinanet, uneven(), 2, **averaged), expected)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_equal(expected, reference(retinanet))
 
 
 def boxes_of(*corners: tuple[float, ...], labels: list[int], **more: list[float]) -> dict[str, Tensor]:

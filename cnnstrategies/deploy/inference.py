@@ -44,6 +44,11 @@ def images_of(batch: Any, purpose: str) -> Tensor:
         ConfigurationError: The batch does not begin with a tensor of images.
     """
     images = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(images, list):
+        raise ConfigurationError(
+            f"{purpose}: the images of a batch are a list, as detectors take them, but {purpose} needs a network whose "
+            "images are one tensor (N, C, H, W): use it for the backbone alone, with a module and loaders of its own"
+        )
     if not isinstance(images, Tensor):
         kind = type(batch).__name__ if images is batch else f"{type(batch).__name__} of {type(images).__name__}"
         raise ConfigurationError(
