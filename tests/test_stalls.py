@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from conftest import PlainCNN, quiet_trainer, run_forked
 from lightning.pytorch import Callback
 from ranks import run_started
@@ -50,6 +51,7 @@ def frame(path: str, name: str, line: int = 7) -> traceback.FrameSummary:
             "__init__.py:7 in all_reduce, called at train.py:7 in training_step",
             True,
         ),
+        ([frame(zmq.__file__, "poll")], "__init__.py:7 in poll, called at train.py:7 in training_step", True),
         (
             [frame(torch.utils.data.__file__, "get_data")],
             "__init__.py:7 in get_data, called at train.py:7 in training_step",
@@ -175,3 +177,30 @@ def test_a_worker_that_stalls_says_where_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert "is at test_stalls.py:" in line
     assert "in on_train_batch_start; its stack: " in line
     assert "time.sleep(0.02)" in next(Path().rglob("stalls/rank-1.txt")).read_text()
+
+
+@pytest.mark.light
+def test_a_server_that_hangs_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that waits for messages has no line, and one that hangs has one line."""
+    for name, seconds in {"POLL": 0.02, "SHORTEST": 100.0, "MULTIPLE": 0.0}.items():
+        monkeypatch.setattr(stalls, name, seconds)
+    watch = stalls.ServerStallWatch(3, tmp_path / "stalls").start()
+    lines: list[str] = []
+    for _ in range(20):
+        watch.move()
+        time.sleep(0.02)
+    lines += capsys.readouterr().err.splitlines()
+    assert lines == []
+    monkeypatch.setattr(stalls, "SHORTEST", 1.0)
+    deadline = time.monotonic() + 30
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.02)
+        lines += capsys.readouterr().err.splitlines()
+    time.sleep(0.1)
+    watch.close()
+    (line,) = [*lines, *capsys.readouterr().err.splitlines()]
+    assert line.startswith(f"server 3 (process {os.getpid()} on {HOST}) has answered no worker for ")
+    assert ", and is at test_stalls.py:" in line
+    assert "in test_a_server_that_hangs_says_where_it_is" in (tmp_path / "stalls" / "server-3.txt").read_text()

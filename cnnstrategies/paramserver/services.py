@@ -206,6 +206,7 @@ class ServerProcess:
         """Serve with the newest specification. Return whether another specification has replaced it meanwhile."""
         from cnnstrategies.paramserver.drivers.server import ServerService
         from cnnstrategies.paramserver.specification import Specification
+        from cnnstrategies.runtime.stalls import ServerStallWatch
 
         specification = Specification.from_json(membership.specification(views.current().specification))
         server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
@@ -216,9 +217,11 @@ class ServerProcess:
             return newest
 
         membership.report_figures(figures)
+        stalls = ServerStallWatch(self.address.id, Path("stalls")).start()
         try:
-            server.run()
+            server.run(stalls.move)
         finally:
+            stalls.close()
             figures()  # An error that is raised now names the step in which it has occurred.
         membership.report_figures(dict)  # The next server needs the memory of this one.
         return server.is_outdated

@@ -2,7 +2,8 @@
 
 A thread on each rank knows when the rank last began or ended a batch. If that is too long ago on one rank, all ranks
 write the stack of their training thread to a file, and their place to a torch store, and one rank prints a line. A rank
-that does not answer is stopped, or its machine cannot be reached.
+that does not answer is stopped, or its machine cannot be reached. Workers and servers of a parameter server report only
+themselves.
 """
 
 import contextlib
@@ -39,7 +40,11 @@ _STANDARD = tuple(sysconfig.get_paths()[kind] + os.sep for kind in ("stdlib", "p
 _INSTALLED = tuple(sysconfig.get_paths()[kind] + os.sep for kind in ("purelib", "platlib"))
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Parts of the paths of files whose functions wait for other ranks. The backward pass waits for DDP's all-reduce.
-_WAITING = tuple(os.path.join("torch", part) for part in ("distributed", "autograd", os.path.join("nn", "parallel")))
+# Workers wait for servers in zmq.
+_WAITING = (
+    *(os.path.join("torch", part) for part in ("distributed", "autograd", os.path.join("nn", "parallel"))),
+    os.path.join(os.sep, "zmq", ""),
+)
 
 
 @dataclass(frozen=True)
@@ -130,9 +135,11 @@ class MoveWatch(ABC):
     """Thread that knows when the training thread of this process has last begun or ended a batch.
 
     Args:
-        rank: This rank.
+        rank: This rank, or the id of this server.
         folder: Folder in which the rank writes its stack if the run stalls.
     """
+
+    kind = "rank"
 
     def __init__(self, rank: int, folder: Path) -> None:
         self._rank = rank
@@ -176,7 +183,7 @@ class MoveWatch(ABC):
     def _write(self, stack: traceback.StackSummary) -> None:
         """Write the stack of the training thread to this rank's file."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / f"rank-{self._rank}.txt").write_text("".join(traceback.format_list(stack)))
+        (self._folder / f"{self.kind}-{self._rank}.txt").write_text("".join(traceback.format_list(stack)))
 
 
 class WorkerStallWatch(MoveWatch):
@@ -203,6 +210,37 @@ class WorkerStallWatch(MoveWatch):
         print(
             f"no batch has begun or ended for {seconds:.0f} s: {worker} does not wait for other processes, but is at "
             f"{place}; its stack: {self._folder}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class ServerStallWatch(MoveWatch):
+    """Thread that reports a server whose main loop does not come round, although the server still sends heartbeats.
+
+    The workers wait for this server. Its main loop calls :meth:`move` in each round, at least a few times a second.
+    """
+
+    kind = "server"
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._closing.wait(POLL):
+            before, looked = looked, time.monotonic()
+            seconds, count = looked - self._moved, self._count
+            if looked - before > POLL + SHORTEST / 2:
+                self._moved = looked  # This process itself was stopped, which the coordinator has reported.
+            elif self._is_late(seconds):
+                self._reported = count
+                stack = self._stack()
+                self._write(stack)
+                self.tell(position_in(stack)[0], seconds)
+
+    def tell(self, place: str, seconds: float) -> None:
+        """Print the line about the stall."""
+        print(
+            f"server {self._rank} (process {os.getpid()} on {socket.gethostname()}) has answered no worker for "
+            f"{seconds:.0f} s, and is at {place}; its stack: {self._folder.absolute()}",
             file=sys.stderr,
             flush=True,
         )

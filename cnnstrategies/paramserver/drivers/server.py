@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -109,8 +110,11 @@ class ServerService:
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def run(self) -> None:
+    def run(self, move: Callable[[], None] = lambda: None) -> None:
         """Serve until :meth:`stop` is called, or until another specification replaces the specification.
+
+        Args:
+            move: Function that is called in each round of the main loop.
 
         Raises:
             RunEnded: The run has ended or failed, or a new view no longer contains this server.
@@ -125,6 +129,7 @@ class ServerService:
         try:
             self._follow(self._views.current())  # The source may have told an earlier service of the newest view.
             while not self._stopping.is_set():
+                move()
                 ready = dict(poller.poll(0 if role.busy else int(1000 * PING_SECONDS)))
                 # Handle new views before messages, because a message is dropped if its sender is not in the current
                 # view.
