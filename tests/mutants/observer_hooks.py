@@ -6,7 +6,7 @@ from mutants.faulty import removes, replaces
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.parameter_server.checks import Linear
 from cnnstrategies.strategies.parameter_server.observer_hooks import gradient_observers, weight_observers
-from cnnstrategies.strategies.parameter_server.step import Readers
+from cnnstrategies.strategies.parameter_server.readers import Readers
 
 removes(
     gradient_observers,

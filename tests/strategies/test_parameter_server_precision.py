@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler
 from cnnstrategies.strategies.parameter_server.start import restore_trainer, trainer_state
+from cnnstrategies.strategies.parameter_server.step import Unfinished
 from cnnstrategies.strategies.protocol import facts_of
 
 BATCH, BATCHES, CLASSES = 8, 6, 4
@@ -244,7 +245,7 @@ def test_gradients_of_repeated_samples_neither_skip_a_step_nor_make_the_mean_inf
     strategy: Any = SimpleNamespace(options=SimpleNamespace(aggregates=True), world_size=2)
     answers: list[bool] = []
     strategy.gather = lambda is_infinite, name: answers.append(is_infinite) or {0: is_infinite, 1: False}  # type: ignore[func-returns-value]
-    stepper: Any = SimpleNamespace(unfinished=(0, 1, 0))
+    stepper: Any = SimpleNamespace(unfinished=Unfinished(samples=0, batches=1))
     joint = JointScaler(scaler, strategy, lambda: stepper)
     scaler.scale(parameter.sum() * torch.inf).backward()
     scaler.unscale_(optimizer)

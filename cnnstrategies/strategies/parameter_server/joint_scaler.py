@@ -65,7 +65,7 @@ class JointScaler:
         type(self._scaler).unscale_(self._scaler, optimizer)
         infinities, stepper = found_infinities(self._scaler, optimizer), self._stepper()
         is_infinite = any(bool(infinity) for infinity in infinities.values())
-        if is_infinite and stepper is not None and not stepper.unfinished[0]:
+        if is_infinite and stepper is not None and not stepper.unfinished.samples:
             # The batch only repeats samples, so that all workers have the same number of batches. Its gradients have
             # the weight 0, with which a gradient that is not finite would make the mean NaN.
             for gradient in _gradients(optimizer):

@@ -1,8 +1,9 @@
 """A worker's training step: hooks push gradients during backward, and make forward passes wait for new parameters."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,22 +11,32 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
-from cnnstrategies._lightning_private import is_compiled_whole
-from cnnstrategies._torch_private import is_compiled, without_functions, writes
+from cnnstrategies._torch_private import without_functions
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.joined_optimizers import members_of
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.strategies.parameter_server.observer_hooks import tensors_in
+from cnnstrategies.strategies.parameter_server.readers import NOTED_STEPS, Readers
 from cnnstrategies.strategies.parameter_server.served_state import ServedState
 from cnnstrategies.strategies.parameter_server.step_clips import StepClips
+from cnnstrategies.strategies.parameter_server.step_values import ReceivedWeights, StepGradients
 
-# Number of steps at the start of training that record which parameters are read outside of their own modules.
-NOTED_STEPS = 2
+
+@dataclass
+class Unfinished:
+    """The current step so far.
+
+    Attributes:
+        samples: Number of samples in the step's batches.
+        batches: Number of the step's batches.
+        left_out: Number of steps that this worker must skip, including the current step.
+    """
+
+    samples: int = 0
+    batches: int = 0
+    left_out: int = 0
 
 
 class Stepper:
@@ -64,6 +75,7 @@ class Stepper:
         eager: Whether each step waits for all parameters at its end.
         parameters: The trained parameters, in the order of the specification.
         specification: The run's specification.
+        unfinished: The current step so far.
     """
 
     def __init__(
@@ -86,50 +98,31 @@ class Stepper:
         self.own_steps = own_steps
         self._sync_every = sync_every
         self.accumulating = False
-        self._samples = self._batches = 0  # Numbers of samples and of batches in the current step so far.
-        self._left_out = 0  # Number of steps that this worker must skip, including the current step.
+        self.unfinished = Unfinished()
         self._groups = _members(optimizer)
         self.specification = specification
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
-        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        positions = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._frozen = [not parameter.requires_grad for parameter in self.parameters]
         self._names = [info.name for info in specification.parameters]
-        self._rounds = specification.pull_compression != "none"  # Whether received values may be rounded.
         self._early = early
         self._sees_weights = sees_weights
-        self._readers = Readers(module, self._index)
-        self._noted = 0  # Number of steps that have recorded which parameters are read outside of their modules.
-        # Reads inside compiled code cannot be recorded, so every step of compiled modules waits for all parameters.
-        if self._manual or is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):
-            self._noted, self._readers.indices = NOTED_STEPS, set(range(len(self.parameters)))
-        self._waited: set[int] = set()  # Indices of the parameters whose modules have run a forward in this step.
-        # For each parameter: the write count and the memory address that it had when its value was received.
-        self._written = [writes(parameter) for parameter in self.parameters]
-        self._memory = [parameter.data_ptr() for parameter in self.parameters]
-        # Copies of the values received from the servers; None if no hook may write weights.
-        self._received: list[Tensor] | None = None
-        self._received_from: int | None = None  # Rank of the worker that received the values for this node.
-        self._in_step = False  # Whether the push of a step has begun and not ended.
+        self._readers = Readers(module, positions, self._manual)
+        self._received = ReceivedWeights(self.parameters, compares=bool(sees_weights) and not sync_every)
+        self._gradients = StepGradients(self.parameters)
         self._codecs = worker.codecs  # Encodings of pushes and of pulls in the last log line.
-        # Keys: indices of parameters. Values: the gradient that was pushed in this step, and the gradient's write count
-        # when it was pushed.
-        self._pushed: dict[int, tuple[Tensor, int]] = {}
-        # Hyperparameters of the servers' optimizer, which is the outer optimizer in mode local.
-        self._options = [group.options for group in specification.groups]
         self._handles: list[Any] = []  # Handles of all hooks that this object has registered.
         if not sync_every and early:
             for index, parameter in enumerate(self.parameters):
                 if parameter.requires_grad:
                     self._push_from_backward(index)
         for child in () if sync_every else module.modules():
-            indices = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
+            indices = [positions[id(p)] for p in child.parameters(recurse=False) if id(p) in positions]
             if indices:
                 # This hook must run first: another hook may compute a weight from parameters, as torch's weight_norm
                 # does, and must read new values.
                 self._handles.append(child.register_forward_pre_hook(self._waiter(indices), prepend=True))
-        # Keys: indices of parameters. Values: the gradients that are hidden from the optimizer while it steps.
-        self._hidden: dict[int, Tensor] = {}
         self._state = ServedState()
         self._clips = StepClips({id(p): name for p, name in zip(self.parameters, self._names, strict=True)})
         for parameter in (p for p in self.parameters if self._manual and p.requires_grad):
@@ -158,27 +151,18 @@ class Stepper:
         """Whether parameters were added to the optimizer, or moved, since this object was created."""
         return _members(self.optimizer) != self._groups
 
-    @property
-    def unfinished(self) -> tuple[int, int, int]:
-        """Numbers of samples and batches in the current step so far, and number of steps that this worker must skip."""
-        return self._samples, self._batches, self._left_out
-
-    @unfinished.setter
-    def unfinished(self, numbers: tuple[int, int, int]) -> None:
-        self._samples, self._batches, self._left_out = numbers
-
     def leaves_out(self) -> bool:
         """Return whether the next batch must be skipped, because the other nodes have already made the batch's step.
 
         The trainer still counts skipped steps, so that learning-rate schedules and the end of the epoch do not change.
         """
-        if isinstance(self.worker, CombinedWorker) and not self._left_out and not self._batches:
+        if isinstance(self.worker, CombinedWorker) and not self.unfinished.left_out and not self.unfinished.batches:
             # The forward waits for parameter 0 anyway, and the version of this parameter shows how many steps the other
             # nodes have made.
             self.worker.wait(0)
             if self.worker.late:
-                self._left_out = self.worker.catch_up()
-        return self._left_out > 0
+                self.unfinished.left_out = self.worker.catch_up()
+        return self.unfinished.left_out > 0
 
     def count(self, samples: int) -> None:
         """Add the samples of a batch to the current step.
@@ -187,8 +171,8 @@ class Stepper:
             samples: Number of samples in the batch. The servers weight the gradient of a step by the number of samples
                 in all batches of the step.
         """
-        self._samples += samples
-        self._batches += 1
+        self.unfinished.samples += samples
+        self.unfinished.batches += 1
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -198,7 +182,7 @@ class Stepper:
         """
         if not self._sync_every:
             self._follow_unfreezing()
-        if self._sync_every or self._noted >= NOTED_STEPS:
+        if self._sync_every or not self._readers.records:
             for index in () if self._sync_every else self._readers.indices:
                 self.worker.wait(index)
             yield
@@ -223,7 +207,7 @@ class Stepper:
                 continue
             self.worker.wait(index)
             served = self.worker.parameters[index]
-            rounding = 1e-2 if self._rounds else 0.0
+            rounding = 1e-2 if self.specification.pull_compression != "none" else 0.0  # Received values may be rounded.
             if not torch.allclose(served, parameter.detach(), rtol=rounding, atol=rounding**2):
                 raise ConfigurationError(
                     f"{self._names[index]} was changed while it was frozen, and is trained now, but the servers hold "
@@ -234,14 +218,14 @@ class Stepper:
             self._frozen[index] = False
             if self._early:
                 self._push_from_backward(index)
-            self._written[index], self._memory[index] = writes(parameter), parameter.data_ptr()
+            self._received.note_one(index)
 
     def before_backward(self) -> None:
         """Begin to push gradients before the last backward of a step.
 
         Do nothing if gradients may not be pushed during backward, or if this worker skips the step.
         """
-        if self._early and not (self.accumulating or self._sync_every or self._left_out):
+        if self._early and not (self.accumulating or self._sync_every or self.unfinished.left_out):
             self._begin()
 
     @property
@@ -250,7 +234,7 @@ class Stepper:
 
         These are the completed steps, plus 1 while the worker pushes gradients.
         """
-        return self.worker.step + self._in_step
+        return self.worker.step + self._gradients.open
 
     def after_step(self, last: bool = False) -> None:
         """End a training step. Call this after the optimizer's step.
@@ -273,11 +257,7 @@ class Stepper:
 
         If other code writes a weight later, the difference from this state shows it.
         """
-        self._written = [writes(parameter) for parameter in self.parameters]
-        self._memory = [parameter.data_ptr() for parameter in self.parameters]
-        self._received_from = self.worker.leader
-        if self._sees_weights and not self._sync_every:
-            self._received = [parameter.detach().clone() for parameter in self.parameters]
+        self._received.note(self.worker.leader)
 
     def outer_step(self) -> None:
         """Push this worker's weights for an outer step of mode ``local``, and wait for the new weights.
@@ -288,12 +268,13 @@ class Stepper:
         if not self.own_steps:
             return
         assert not isinstance(self.worker, CombinedWorker), "in mode local workers are not combined"
-        self.worker.begin_step(self._options, self._samples)
+        # In mode local the servers' optimizer is the outer optimizer.
+        self.worker.begin_step([group.options for group in self.specification.groups], self.unfinished.samples)
         self._log_codecs()
         for index, parameter in enumerate(self.parameters):
             self.worker.push(index, parameter.detach())
         self.worker.end_step()
-        self.own_steps = self._samples = self._batches = 0
+        self.own_steps = self.unfinished.samples = self.unfinished.batches = 0
         self.worker.wait_all()
 
     def clip(self, optimizer: Optimizer, name: str, limit: float) -> None:
@@ -312,14 +293,13 @@ class Stepper:
         return [index for index, parameter in enumerate(self.parameters) if id(parameter) in held]
 
     def _begin(self, optimizer: Optimizer | None = None) -> None:
-        if not self._in_step:
+        if not self._gradients.open:
             self._check_held()
             options = hyperparameters(self.optimizer)
             if self._manual and optimizer is not None:
                 options[0] |= self._clips.take(optimizer)
-            self.worker.begin_step(options, 1 if self._manual else self._samples)
-            self._in_step = True
-            self._pushed.clear()
+            self.worker.begin_step(options, 1 if self._manual else self.unfinished.samples)
+            self._gradients.begin()
             self._log_codecs()
 
     def _log_codecs(self) -> None:
@@ -329,19 +309,18 @@ class Stepper:
 
     def _end(self) -> None:
         self.worker.end_step()
-        self._in_step = False
+        self._gradients.open = False
         self._forget()
 
     def _forget(self) -> None:
         """Forget the batches of a step that was made or skipped."""
-        self._noted += 1
-        self._waited.clear()
-        self._samples = self._batches = 0
+        self._readers.end_step()
+        self.unfinished.samples = self.unfinished.batches = 0
 
     def skip(self) -> None:
         """Skip the optimizer's step and send nothing, because a gradient is not finite."""
-        if self._left_out:
-            self._left_out -= 1
+        if self.unfinished.left_out:
+            self.unfinished.left_out -= 1
             return
         self._check()
         self.worker.interrupt()  # The next step's time would include the skipped step.
@@ -349,19 +328,19 @@ class Stepper:
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def push(parameter: Tensor) -> None:
-            if self._in_step and parameter.grad is not None:
+            if self._gradients.open and parameter.grad is not None:
                 self.worker.push(index, parameter.grad)
-                self._pushed[index] = parameter.grad, writes(parameter.grad)
+                self._gradients.note(index, parameter.grad)
 
         return push
 
     def _waiter(self, indices: list[int]) -> Callable[[nn.Module, Any], None]:
         def wait(module: nn.Module, args: Any) -> None:
-            if self._in_step:
+            if self._gradients.open:
                 return  # A forward during backward computes activations again, with the values of its first forward.
             for index in indices:
                 self.worker.wait(index)
-            self._waited.update(indices)
+            self._readers.used.update(indices)
 
         return wait
 
@@ -394,25 +373,16 @@ class Stepper:
         Push nothing in a skipped step.
         """
         held = self._held_by(optimizer)
-        if self._left_out:
-            self._left_out -= 1
-            self._hide_gradients(held)
+        if self.unfinished.left_out:
+            self.unfinished.left_out -= 1
+            self._gradients.hide(held)
             return
         self._check()
         self._begin(optimizer)
-        for index in held:
-            gradient = self.parameters[index].grad
-            if gradient is not None and index not in self._pushed:
-                self.worker.push(index, gradient)
-        self._hide_gradients(held)
+        for index, gradient in self._gradients.left(held):
+            self.worker.push(index, gradient)
+        self._gradients.hide(held)
         self._end()
-
-    def _hide_gradients(self, held: Sequence[int]) -> None:
-        for index in held:
-            parameter = self.parameters[index]
-            if parameter.grad is not None:
-                self._hidden[index] = parameter.grad
-                parameter.grad = None
 
     def restore_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Make the gradients readable again. This is a post-hook of the optimizer's step.
@@ -421,9 +391,7 @@ class Stepper:
         the user's ``optimizer_zero_grad`` keeps them.
         """
         self._state.readable = False
-        for index, gradient in self._hidden.items():
-            self.parameters[index].grad = gradient
-        self._hidden.clear()
+        self._gradients.restore()
 
     def _check(self) -> None:
         """Refuse uses of gradients or weights that would give different results from a run on one device.
@@ -432,16 +400,8 @@ class Stepper:
             ConfigurationError: A gradient was changed after it was pushed, a weight was read before it was received or
                 was changed between two steps, or a frozen parameter has a gradient.
         """
-        for index, (gradient, version) in self._pushed.items():
-            current = self.parameters[index].grad
-            if current is not gradient or writes(current) != version:
-                raise ConfigurationError(
-                    f"the gradient of {self._names[index]} was changed after backward had sent it to the servers: "
-                    "change gradients in a hook on_after_backward or on_before_optimizer_step, because strategy "
-                    "parameter_server sends gradients after these hooks, or use strategy ddp"
-                )
-        changed = self._changed()
-        awaited = self._readers.indices if self._noted >= NOTED_STEPS else range(len(self.parameters))
+        self._gradients.check(self._names)
+        changed, awaited = self._received.changed(self.worker.leader), self._readers.awaited
         for index, parameter in enumerate(self.parameters):
             if self._frozen[index]:
                 if parameter.grad is not None:
@@ -450,110 +410,21 @@ class Stepper:
                         "on_train_epoch_start or in another hook that runs before the batch"
                     )
                 continue
-            if parameter.grad is not None and index not in self._waited and index not in awaited:
+            if parameter.grad is not None and index not in self._readers.used and index not in awaited:
                 raise ConfigurationError(
                     f"{self._names[index]} was used although the forward of its own module did not run, and may have "
                     f"had an old value, because strategy parameter_server records such uses in the first {NOTED_STEPS} "
                     "steps only: call the module, use the parameter directly from the first step on, or use strategy "
                     "ddp"
                 )
-            # An assignment to `.data` does not increase the write count, but changes the memory address, so the address
-            # is compared as well. If a weight has no gradient, a new address is allowed, because a callback may replace
-            # weights by an average.
-            moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
-            if moved or writes(parameter) != self._written[index] or changed[index]:
+            if changed[index]:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
                     f"{self._names[index]} was changed between two steps, or in training_step{suspects}: the servers "
                     "hold the parameters and would overwrite the change; use `mode: local`, or strategy ddp"
                 )
 
-    def _changed(self) -> list[bool]:
-        """Return, for each parameter, whether the parameter differs from the received value.
-
-        The values are compared only if hooks may write weights. Otherwise all results are False.
-        """
-        # A new leader of the node pulls the values again. They may be newer than the copies in `_received`, so a
-        # comparison with these copies would be wrong.
-        if self._received is None or self._received_from != self.worker.leader:
-            return [False] * len(self.parameters)
-        pairs = zip(self.parameters, self._received, strict=True)
-        # Each read of a result waits for the device, so the results for all parameters are read at once.
-        different: list[bool] = torch.stack([_differ(value, received) for value, received in pairs]).tolist()
-        return different
-
-
-def _differ(value: Tensor, received: Tensor) -> Tensor:
-    """Return whether two tensors differ, as a tensor with one boolean. NaN equals NaN, as after a run has diverged."""
-    return ((value != received) & ~(value.isnan() & received.isnan())).any()
-
 
 def _members(optimizer: Optimizer) -> list[list[int]]:
     """Return the parameters in each parameter group of an optimizer, as values of ``id()``."""
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
-
-
-class Readers(TorchFunctionMode):
-    """Mode of torch that records which parameters are read while the forward of their own module is not running.
-
-    Examples are a weight that the user's code passes to ``F.linear``; a weight in a penalty that is added to the loss;
-    and ``out_proj.weight`` in ``nn.MultiheadAttention``, which never calls the forward of ``out_proj``.
-
-    Attributes:
-        indices: Indices of the recorded parameters.
-
-    Args:
-        module: The module that is trained.
-        index: Index of each parameter, by the parameter's ``id()``.
-    """
-
-    def __init__(self, module: nn.Module, index: Mapping[int, int]) -> None:
-        super().__init__()
-        self.indices: set[int] = set()
-        self._module = module
-        self._index = index
-        self._computing: list[nn.Module] = []
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Record the parameters that are read inside this context."""
-        with ExitStack() as stack:
-            for child in self._module.modules():
-                for handle in _noted(child, self._computing):
-                    stack.callback(handle.remove)
-            stack.enter_context(self)
-            yield
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Call torch's function `func`, and record the parameters among its arguments."""
-        for tensor in tensors_in((*args, *(kwargs or {}).values())):
-            index = self._index.get(id(tensor))
-            if index is not None and not any(tensor is parameter for parameter in self._computing_parameters()):
-                self.indices.add(index)
-        return func(*args, **(kwargs or {}))
-
-    def _computing_parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters of the modules whose forward is running."""
-        for module in self._computing:
-            yield from module.parameters(recurse=False)
-
-
-def _noted(child: nn.Module, computing: list[nn.Module]) -> Iterator[RemovableHandle]:
-    """Register hooks that keep a list of the modules whose forward is running, and yield the hooks' handles.
-
-    The hooks are plain functions, so that a deep copy of the module shares the hooks and does not copy the list.
-
-    Args:
-        child: The module that gets the hooks.
-        computing: List of the modules whose forward is running. Each module comes after the module that calls it.
-    """
-
-    def begin(module: nn.Module, *_: Any) -> None:
-        computing.append(module)
-
-    def end(module: nn.Module, *_: Any) -> None:
-        if computing and computing[-1] is module:
-            computing.pop()
-
-    yield child.register_forward_pre_hook(begin, prepend=True)
-    yield child.register_forward_hook(end, always_call=True)
