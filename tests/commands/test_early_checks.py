@@ -47,6 +47,7 @@ MISTAKES = {
         "the network takes images with 3 channels, but DigitsDataModule's images have 1: set "
         "model.init_args.network.init_args.in_channels=1, or change data"
     ),
+    f"{FOLDER} . --model.network.in_channels 4": "the network takes images with 4 channels, but ImageFolder",
     f"{FOLDER} .": "the network takes images with 1 channels, but ImageFolderDataModule's images have 3: set model.",
     f"{NETWORK} torchvision.models.resnet18": (
         "the network takes images with 3 channels, but DigitsDataModule's images have 1: choose a network for 1 chan"
@@ -264,6 +265,7 @@ RIGHT = (
     "--ckpt_path last",
     "--weights_only true",
     "--trainer.accumulate_grad_batches 32",
+    f"{FOLDER} . --model.network.in_channels 3",
     "--trainer.accumulate_grad_batches 64 --trainer.strategy hybrid_pipeline",
     "--data.global_batch_size null --data.batch_size 8 --trainer.accumulate_grad_batches 300",
     "--model paths.Lit",

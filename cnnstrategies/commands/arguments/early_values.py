@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from cnnstrategies.commands.arguments import recipes
-from cnnstrategies.commands.arguments.keys import ACCELERATORS, ConfiguredKey, accepted, closest, read_yaml
+from cnnstrategies.commands.arguments.keys import ACCELERATORS, OF_CLASS, ConfiguredKey, accepted, closest, read_yaml
 from cnnstrategies.errors import ConfigurationError
 
 PRECISIONS = (
@@ -37,12 +37,13 @@ DATA = {
 OF_FOLDERS = ("ImageFolderDataModule", "SegmentationFolderDataModule", "ShardedImageDataModule")
 CHANNELS = ("in_channels", "in_chans")  # Names of a network's parameter for the number of channels of its images.
 NETWORK = "model.init_args.network"
+OF_OBJECTS = "|".join(OF_CLASS)
 # Beginnings of the import paths of networks whose argument `num_classes` is their number of logits.
 BUILDERS = ("cnnstrategies.networks.", "cnnstrategies.pretrained.", "torchvision.models.", "timm.create_model")
 
 
 def values_of(keys: Sequence[ConfiguredKey]) -> dict[str, Any]:
-    """Return the values of a configuration by key, with ``init_args`` in all keys of the model and the data.
+    """Return the values of a configuration by key, with ``init_args`` in all keys of model, network and data.
 
     Texts from the command line are read as YAML. Keys whose values refer to other keys (`${...}`) are left out.
     """
@@ -54,7 +55,8 @@ def values_of(keys: Sequence[ConfiguredKey]) -> dict[str, Any]:
                 value = read_yaml(value)
             except yaml.YAMLError:
                 value = key.value
-        path = re.sub(r"^(model|data)\.(?!init_args|class_path|dict_kwargs)", r"\1.init_args.", key.path)
+        path = re.sub(rf"^(model|data)\.(?!{OF_OBJECTS})", r"\1.init_args.", key.path)
+        path = re.sub(rf"^({re.escape(NETWORK)})\.(?!{OF_OBJECTS})", r"\1.init_args.", path)
         if "${" not in str(key.value) and not isinstance(value, Mapping):
             values.setdefault(path, value)
     return values
