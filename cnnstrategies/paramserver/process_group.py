@@ -258,6 +258,11 @@ class CoordinatorGroup(ProcessGroup):
 
     # Name by which the C++ code of torch calls the method.
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+    # Names of the methods in torch 2.11.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     # Operations that are not supported
 

@@ -130,10 +130,13 @@ def waited(group: Any) -> list[Any]:
 def by_functions(group: Any) -> list[Tensor]:
     """Return the results of torch's functional collectives, which call the group from C++."""
     group = group or dist.group.WORLD
+    # The second names are those of torch 2.11.
+    gather = getattr(operations, "all_gather_single", None) or operations.all_gather_tensor
+    reduce_scatter = getattr(operations, "reduce_scatter_single", None) or operations.reduce_scatter_tensor
     collectives = [
         operations.all_reduce(mine(2), "sum", group),
-        operations.all_gather_single(mine(2), 0, group),
-        operations.reduce_scatter_single(mine(WORLD), "sum", 0, group),
+        gather(mine(2), 0, group),
+        reduce_scatter(mine(WORLD), "sum", 0, group),
         operations.all_to_all_single(mine(WORLD), None, None, group),
     ]
     return [operations.wait_tensor(tensor) for tensor in collectives]
