@@ -20,10 +20,9 @@ from cnnstrategies.callbacks.guarded_run import (
     is_compiled_in_part,
     scheduled_rates,
     watched_run,
-    yields_each_once,
 )
 from cnnstrategies.callbacks.guarded_steps import GuardedSteps
-from cnnstrategies.data.division import shuffles
+from cnnstrategies.data.division import shuffles, yields_each_once
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.guarding.agreement import disagreements
 from cnnstrategies.guarding.batches import COMPARED, equal_ranks, fixed_row
@@ -170,13 +169,14 @@ class Guard(Callback):
             repeats_order = self._running.batches.repeats_order()
         if not self._applied["samples"]:
             return
-        rank, step, loader = trainer.global_rank, trainer.global_step, trainer.train_dataloader
+        rank, step = trainer.global_rank, trainer.global_step
+        loader = getattr(trainer.train_dataloader, "loader", trainer.train_dataloader)
         if repeated and yields_each_once(loader):
             fault = f"has loaded {repeated} batches of epoch {trainer.current_epoch} again"
             cause = "a sampler or a batch sampler that repeats indices, or a data set that ignores the index"
             remedy = "look at the indices that the sampler yields"
             self._note(trainer, Finding("batches", rank, step, "the loader", fault, cause, remedy))
-        elif repeats_order and shuffles(getattr(loader, "loader", loader)):
+        elif repeats_order and shuffles(loader):
             fault = f"has loaded epoch {trainer.current_epoch} in the order of the epoch before"
             cause = "a sampler with a fixed seed, whose set_epoch is not called"
             remedy = "call the sampler's set_epoch in on_train_epoch_start"

@@ -4,11 +4,9 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from cnnstrategies._lightning_private import averages_models
 from cnnstrategies._torch_private import is_compiled
-from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.guarding.rates import ScheduledRate
 from cnnstrategies.guarding.watch import WatchedRun
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
@@ -16,7 +14,6 @@ from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 Check = Literal[
     "replicas", "finite", "history", "moves", "rates", "calls", "modes", "replay", "batches", "samples", "checkpoint"
 ]
-ONCE_EACH = (RandomSampler, SequentialSampler, DistributedSampler)  # Samplers that yield each sample once in an epoch.
 
 
 def applied_checks(facts: StrategyFacts, ranks: int) -> dict[Check, bool]:
@@ -78,11 +75,3 @@ def scheduled_rates(trainer: Trainer) -> list[ScheduledRate]:
             name = f"parameter group {number} of schedule {index}"
             rates.append(ScheduledRate(name, float(group["lr"]), float(rate), scheduler.last_epoch))
     return rates
-
-
-def yields_each_once(loader: Any) -> bool:
-    """Return whether the samplers of a loader promise to yield each sample once in an epoch."""
-    loader = getattr(loader, "loader", loader)
-    samplers = [sampler for sampler in samplers_of(loader) if type(sampler) is not BatchSampler]
-    once = (isinstance(sampler, ONCE_EACH) and not getattr(sampler, "replacement", False) for sampler in samplers)
-    return has_map(loader) and bool(samplers) and all(once)

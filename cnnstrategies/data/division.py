@@ -15,8 +15,17 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
+from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.runtime.seeds import restores_random_numbers, seed_all
 
 LEAVES = 6  # Number of leaves of a batch or an item that are compared. A leaf is a tensor, a number or a text.
@@ -50,6 +59,21 @@ def shuffles(loader: Any) -> bool:
     """Return whether each epoch of a loader should have an order of its own."""
     return any(
         isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) for sampler in samplers_of(loader)
+    )
+
+
+def yields_each_once(loader: Any) -> bool:
+    """Return whether a loader promises to load each sample at most once in an epoch.
+
+    Samplers of torch do so, unless they draw with replacement. A sampler of unknown kind may repeat samples by design.
+    """
+    samplers = [sampler for sampler in samplers_of(loader) if type(sampler) is not BatchSampler]
+    once = (SequentialSampler, RandomSampler, DistributedSampler)
+    return has_map(loader) and all(
+        isinstance(sampler, once)
+        and not isinstance(sampler, DividedBatches)
+        and not getattr(sampler, "replacement", False)
+        for sampler in samplers
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
@@ -43,18 +43,6 @@ def epoch_samples(loader: Any) -> int | None:
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         return None
     return sized_len(loader.sampler)
-
-
-def repeats_by_design(loader: Any) -> bool:
-    """Return whether a loader may load a sample several times in an epoch. It may if its sampler is of unknown kind."""
-    if not has_map(loader):
-        return True
-    samplers = [sampler for sampler in samplers_of(loader) if type(sampler) is not BatchSampler]
-    once = (SequentialSampler, RandomSampler, DistributedSampler)
-    return any(
-        not isinstance(sampler, once) or isinstance(sampler, DividedBatches) or getattr(sampler, "replacement", False)
-        for sampler in samplers
-    )
 
 
 def whole_epoch(make: Callable[[], Any], reads: bool) -> int | None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import own_values
 from cnnstrategies.callbacks.start_panel import differences
-from cnnstrategies.data.division import shuffles
+from cnnstrategies.data.division import shuffles, yields_each_once
 from cnnstrategies.models.samples import samples_of
 from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.verifying.batches import (
@@ -31,7 +31,7 @@ from cnnstrategies.verifying.batches import (
     repeated_batches,
     samples,
 )
-from cnnstrategies.verifying.loaders import drawn_samples, epoch_samples, repeats_by_design, whole_epoch
+from cnnstrategies.verifying.loaders import drawn_samples, epoch_samples, whole_epoch
 from cnnstrategies.verifying.tracer import Trace, Tracer, sketch_of
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
@@ -194,7 +194,7 @@ class Recorder(Checkpoint):
                 loaded = {
                     "drawn": drawn_samples(loader),
                     "count": epoch_samples(users),
-                    "repeats": repeats_by_design(users),
+                    "repeats": not yields_each_once(users),
                     "shuffles": shuffles(users),
                 }
                 (folder / LOADED).write_text(json.dumps(loaded))

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 from torchvision.ops import StochasticDepth
 
-from cnnstrategies.data.division import shuffles
+from cnnstrategies.data.division import shuffles, yields_each_once
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.joined_batches import joined
 from cnnstrategies.verifying.batches import GlobalBatches, Precision, repeated_batches, same_batches, samples
-from cnnstrategies.verifying.loaders import repeats_by_design
 from cnnstrategies.verifying.recorder import settle
 from cnnstrategies.verifying.verdict import differences, row_of, tolerance_of
 
@@ -188,4 +187,4 @@ def test_only_known_samplers_promise_different_samples() -> None:
         (DataLoader(data, 2, sampler=[0, 0, 1]), True, False),
         ([torch.arange(2)], True, False),
     ):
-        assert (repeats_by_design(loader), shuffles(loader)) == (repeats, has_orders)
+        assert (not yields_each_once(loader), shuffles(loader)) == (repeats, has_orders)
