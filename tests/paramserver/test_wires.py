@@ -30,7 +30,7 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import RunAddress, Watcher, find_place
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess
-from cnnstrategies.paramserver.worker import worker as worker_role
+from cnnstrategies.paramserver.worker import connections
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import run as run_module
 from cnnstrategies.strategies.parameter_server.joining import JoiningStrategy
@@ -156,7 +156,7 @@ def train(mode: Any, replication: int, wires: Wires, directory: Path, joins: boo
     with pytest.MonkeyPatch.context() as patch, watching(coordinator, key_file):
         patch.setattr(run_module, "_listening", lambda endpoint: endpoint.replace(FAR, HERE))
         patch.setattr(run_module, "ServerProcess", behind_a_wire)
-        patch.setattr(worker_role, "PROBE_SECONDS", 0.1)  # The test need not wait for the real interval.
+        patch.setattr(connections, "PROBE_SECONDS", 0.1)  # The test need not wait for the real interval.
         joiner = _context.Process(target=join, args=(RunAddress(coordinator, key_file), strategy, directory))
         if joins:
             joiner.start()
