@@ -9,6 +9,7 @@ from typing import Any
 
 from cnnstrategies.paramserver.coordinator.places import PLACE
 from cnnstrategies.paramserver.core.node import StateTable
+from cnnstrategies.paramserver.server.decision import COMMON_STEP
 from cnnstrategies.paramserver.worker.registration import REGISTRATION
 
 PAGE = Path(__file__).with_name("states.md")
@@ -24,6 +25,12 @@ TABLES: list[tuple[StateTable[Any, Any], str, str]] = [
         "A worker's registration with the servers",
         "A worker that takes part in steps is entering or training. The other workers then wait for its gradients in "
         "the modes with common steps.",
+    ),
+    (
+        COMMON_STEP,
+        "A common step on a server",
+        "In the modes with common steps, each server has the leader's last decision. A decision about a later step "
+        "begins that step.",
     ),
 ]
 HEAD = """# States of the parameter server

@@ -7,9 +7,10 @@ joined or died. A server that starts late begins a roll call, because it does no
 from collections import Counter
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from cnnstrategies.paramserver.core.node import Message
+from cnnstrategies.paramserver.core.node import Message, StateTable
 from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.optimizers import check_options
 from cnnstrategies.paramserver.server.store import MemberKey
@@ -71,6 +72,102 @@ def clipping(specification: Specification, options: Options) -> tuple[float | No
     if not specification.clips_each_step:
         return specification.clip_norm, specification.clip_value
     return options[0][STEP_CLIP_NORM] or None, options[0][STEP_CLIP_VALUE] or None
+
+
+class StepState(StrEnum):
+    """States of the last decided common step on a server.
+
+    Attributes:
+        UNDECIDED: This server does not know any decision yet.
+        MEASURED: The members are decided. The servers measure the norm of the mean gradient, and this server has not
+            sent its part.
+        REPORTED: This server has sent its part of the norm to the leader, which has not decided the clipping factor.
+        SCALED: The members and the clipping factor are decided, so slices are updated.
+    """
+
+    UNDECIDED = "undecided"
+    MEASURED = "measured"
+    REPORTED = "reported"
+    SCALED = "scaled"
+
+
+class StepEvent(StrEnum):
+    """Events that change the state of a common step.
+
+    Attributes:
+        HAS_MEMBERS: A decision about a later step has arrived, without a clipping factor.
+        HAS_FACTOR: A decision with a clipping factor has arrived. Without clipping by norm every decision has one.
+        SENDS_NORM: This server sends its part of the norm.
+        BEGINS_AGAIN: The leader may lack this server's part of the norm, or the primaries of slices have changed.
+    """
+
+    HAS_MEMBERS = "has members"
+    HAS_FACTOR = "has factor"
+    SENDS_NORM = "sends norm"
+    BEGINS_AGAIN = "begins again"
+
+
+COMMON_STEP = StateTable(
+    "common step",
+    StepState.UNDECIDED,
+    {
+        StepState.UNDECIDED: {
+            StepEvent.HAS_MEMBERS: StepState.MEASURED,
+            StepEvent.HAS_FACTOR: StepState.SCALED,
+            StepEvent.BEGINS_AGAIN: StepState.UNDECIDED,
+        },
+        StepState.MEASURED: {
+            StepEvent.HAS_MEMBERS: StepState.MEASURED,
+            StepEvent.HAS_FACTOR: StepState.SCALED,
+            StepEvent.SENDS_NORM: StepState.REPORTED,
+            StepEvent.BEGINS_AGAIN: StepState.MEASURED,
+        },
+        StepState.REPORTED: {
+            StepEvent.HAS_MEMBERS: StepState.MEASURED,
+            StepEvent.HAS_FACTOR: StepState.SCALED,
+            StepEvent.BEGINS_AGAIN: StepState.MEASURED,
+        },
+        StepState.SCALED: {
+            StepEvent.HAS_MEMBERS: StepState.MEASURED,
+            StepEvent.HAS_FACTOR: StepState.SCALED,
+            StepEvent.BEGINS_AGAIN: StepState.SCALED,
+        },
+    },
+)
+
+
+class CommonStep:
+    """The last decided common step, as a server knows it.
+
+    Attributes:
+        state: State of the step; see `COMMON_STEP`.
+        decision: The last decision; None before the first decision.
+        squares: Leader only. By server id: squared norm of the server's mean gradient.
+    """
+
+    def __init__(self) -> None:
+        self.state = COMMON_STEP.start
+        self.decision: Decision | None = None
+        self.squares: dict[int, float] = {}
+
+    def accept(self, decision: Decision) -> bool:
+        """Replace the decision by a newer decision. Return whether it is newer.
+
+        A decision about a later step is newer. A decision about the same step is newer if it contains the clipping
+        factor, and the known decision does not.
+        """
+        known = self.decision
+        if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
+            return False
+        if known is None or decision.step > known.step:
+            self.squares.clear()
+        self.happen(StepEvent.HAS_MEMBERS if decision.scale is None else StepEvent.HAS_FACTOR)
+        self.decision = decision
+        return True
+
+    def happen(self, event: StepEvent) -> None:
+        """Change the state after an event."""
+        self.state = COMMON_STEP.after(self.state, event)
 
 
 Entry = tuple[int, int]

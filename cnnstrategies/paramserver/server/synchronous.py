@@ -19,7 +19,17 @@ from dataclasses import replace
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind, OutdatedMessageError
-from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports, RollCall, SyncClock, clipping
+from cnnstrategies.paramserver.server.decision import (
+    CommonStep,
+    Decision,
+    Entry,
+    Reports,
+    RollCall,
+    StepEvent,
+    StepState,
+    SyncClock,
+    clipping,
+)
 from cnnstrategies.paramserver.server.pushes import Backlog, Begin, Updater
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.shard import Shard
@@ -61,10 +71,8 @@ class Synchronous:
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
         self._lowest_steps: dict[int, int] = {}  # Leader only. By server id: the server's first unfinished step.
-        self._squares: dict[int, float] = {}  # Leader only. By server id: squared norm of the server's mean gradient.
-        self._norm_sent = False
         self._reports = Reports(alone=self._pipelined)
-        self._decision: Decision | None = None
+        self._step = CommonStep()
         self._votes: list[Entry] = []
         self._early_workers: set[int] = set()
 
@@ -98,13 +106,14 @@ class Synchronous:
             self.roll.call(self.roll.incarnations.keys() - self.clock.known)
         self._backlog.compare_versions()
         self._reports.follow(self._servers)
-        self._begin_norm()
+        self._step.happen(StepEvent.BEGINS_AGAIN)
+        self._step.squares.clear()
         self._votes.clear()
         self._lowest_steps = {self._server: self._backlog.lowest(NO_SLICES)}
         if self.leader == self._server:
             self._reports.add(self._server, self._complete_entries())
-            if self._decision is not None:
-                self._send_to_all(self._decision)
+            if self._step.decision is not None:
+                self._send_to_all(self._step.decision)
         else:
             self._send_status()
         self._plan()
@@ -117,15 +126,15 @@ class Synchronous:
         report, and the squared norm of the mean gradient in its slices if this norm is known.
         """
         if self.leader == self._server:
-            if self._decision is not None:
-                self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
+            if self._step.decision is not None:
+                self._outbox.to_server(server, Kind.DECIDE, json=self._step.decision.as_dict())
         elif self.leader == server:
             self._send_status()
-            self._norm_sent = False
+            self._step.happen(StepEvent.BEGINS_AGAIN)
             self._plan()
 
     def _send_status(self) -> None:
-        decision = None if self._decision is None else self._decision.as_dict()
+        decision = None if self._step.decision is None else self._step.decision.as_dict()
         complete = [] if self._pipelined else sorted(self._complete_entries())
         report = {"decision": decision, "complete": complete, "lowest": self._backlog.lowest(NO_SLICES)}
         self._outbox.to_server(self.leader, Kind.STATUS, json=report)
@@ -171,9 +180,9 @@ class Synchronous:
         step have died, some of their pushes may be missing forever. Other workers that hold gradients of the step, the
         successors, may then push them. The property becomes false once a worker that begins after the step has joined.
         """
-        if not self._pipelined or self._decision is None or self._live_members:
+        if not self._pipelined or self._step.decision is None or self._live_members:
             return False
-        return not self.clock.any_after(self._decision.step)
+        return not self.clock.any_after(self._step.decision.step)
 
     @property
     def _live_members(self) -> list[MemberKey]:
@@ -181,7 +190,7 @@ class Synchronous:
 
         The pushes of a live member will arrive here, because the member repeats lost pushes.
         """
-        members = () if self._decision is None else self._decision.members
+        members = () if self._step.decision is None else self._step.decision.members
         incarnations = self.roll.incarnations
         return [(worker, incarnation) for worker, incarnation in members if incarnations.get(worker) == incarnation]
 
@@ -212,7 +221,7 @@ class Synchronous:
 
         This is the case if all workers that could push their gradients of the step again are gone.
         """
-        if self._decision is not None and self._decision.step == step:
+        if self._step.decision is not None and self._step.decision.step == step:
             return False  # This server has the decision, so it can make the step without the workers that are gone.
         if not self.roll.complete or not self.clock.all_after(step):
             return False
@@ -230,7 +239,7 @@ class Synchronous:
             step: The step that the worker begins.
             begin: Hyperparameters of the step, and the weight of the worker's gradient.
         """
-        known = -1 if self._decision is None else self._decision.step
+        known = -1 if self._step.decision is None else self._step.decision.step
         # A server that is not the primary of any slice has no unfinished step. Normally its clock is one step after its
         # last decision, and the decided step counts as unfinished. If the clock is further ahead, decisions have not
         # arrived here, and the clock's step counts as unfinished.
@@ -259,7 +268,7 @@ class Synchronous:
             return False
         if not self._pipelined:
             self._vote_if_complete(header.step, member)
-        if self._decision is not None and self._decision.step == header.step:
+        if self._step.decision is not None and self._step.decision.step == header.step:
             self._updater.note_push(header.key, header.step)
         return True
 
@@ -330,18 +339,13 @@ class Synchronous:
             self._outbox.to_server(server, Kind.DECIDE, json=decision.as_dict())
 
     def _accept(self, decision: Decision) -> None:
-        """Replace this server's decision by a newer decision, and act on the newer decision. Ignore any other decision.
-
-        A decision about a later step is newer. A decision about the same step is newer if it contains the clipping
-        factor, and this server's decision does not.
-        """
-        known = self._decision
-        if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
+        """Act on a decision, if it is newer than the known decision; see :meth:`.CommonStep.accept`."""
+        last = -1 if self._step.decision is None else self._step.decision.step
+        if not self._step.accept(decision):
             return
-        if known is None or decision.step > known.step:
-            self._begin_norm()
+        if decision.step > last:
             self._forget_before(decision.step)
-        self._decision, self._shard.store.decided = decision, decision.as_dict()
+        self._shard.store.decided = decision.as_dict()
         self.clock.decide(decision.step)
         self._ask_early_workers()
         self._plan()
@@ -376,16 +380,16 @@ class Synchronous:
                 if header.kind == Kind.STATUS:
                     # A server that has not received all initial values yet reports -1.
                     self._lowest_steps[server] = message.integer("lowest", least=-1)
-            if header.kind == Kind.STATUS and self._decision is not None and self.leader == self._server:
-                self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
+            if header.kind == Kind.STATUS and self._step.decision is not None and self.leader == self._server:
+                self._outbox.to_server(server, Kind.DECIDE, json=self._step.decision.as_dict())
             self.proceed()
         elif header.kind == Kind.DECIDE:
-            previous_decision = self._decision
+            previous_decision = self._step.decision
             self._accept(Decision.from_message(message, self._specification))
-            if self._decision is previous_decision:
+            if self._step.decision is previous_decision:
                 # The leader has sent its decision again. A leader ignores norms that arrive before it has the decision.
                 # The leader may have ignored this server's norm in this way, so send the norm again.
-                self._norm_sent = False
+                self._step.happen(StepEvent.BEGINS_AGAIN)
                 self._send_norm()
         elif header.kind == Kind.NORM and is_current:
             self._add_norm(server, header.step, message.real("square"))
@@ -402,15 +406,15 @@ class Synchronous:
         If this server is the leader, it also sends the decision to all servers. The earlier leader, which made the
         decision, may have died before all servers received the decision.
         """
-        previous_decision = self._decision
+        previous_decision = self._step.decision
         self._accept(decision)
-        if self._decision is not previous_decision and self.leader == self._server:
+        if self._step.decision is not previous_decision and self.leader == self._server:
             self._send_to_all(decision)
 
     def _plan(self) -> None:
         """Tell the updater which slices to update, because the decision or the membership has changed."""
         successors = self.roll.incarnations.items() if self._waits_for_successors else ()
-        self._updater.plan(self._decision, self._live_members, successors)
+        self._updater.plan(self._step.decision, self._live_members, successors)
         self._send_norm()
 
     @property
@@ -426,29 +430,24 @@ class Synchronous:
 
         Call this only while :attr:`busy` is true.
         """
-        assert self._decision is not None
-        self._updater.work(self._decision)
+        assert self._step.decision is not None
+        self._updater.work(self._step.decision)
         self._send_norm()
 
     # Clipping by the global norm
-
-    def _begin_norm(self) -> None:
-        """Forget the servers' squared norms, because a new step begins or the primaries of slices have changed."""
-        self._norm_sent = False
-        self._squares.clear()
 
     def _send_norm(self) -> None:
         """Send this server's squared norm to the leader, unless it was sent or the step's clipping factor is known.
 
         The norm is sent once the mean gradients of all slices whose primary is this server are known.
         """
-        decision = self._decision
-        if decision is None or decision.scale is not None or self._updater.busy or self._norm_sent:
+        decision = self._step.decision
+        if decision is None or self._step.state != StepState.MEASURED or self._updater.busy:
             return
         square = self._updater.squared_norm(decision)
         if square is None:
             return
-        self._norm_sent = True
+        self._step.happen(StepEvent.SENDS_NORM)
         if self.leader == self._server:
             self._add_norm(self._server, decision.step, square)
         else:
@@ -459,15 +458,15 @@ class Synchronous:
 
         Once the norms of all servers are known, the leader computes the clipping factor and sends it to all servers.
         """
-        decision = self._decision
+        decision = self._step.decision
         if decision is None or decision.step != step or decision.scale is not None:
             return
-        self._squares[server] = square
-        if self._squares.keys() >= self._servers:
+        self._step.squares[server] = square
+        if self._step.squares.keys() >= self._servers:
             clip_norm, _ = clipping(self._specification, decision.options)
             assert clip_norm is not None
             # The same formula as in torch.nn.utils.clip_grad_norm_. A NaN norm makes the factor NaN.
-            factor = clip_norm / (math.sqrt(sum(self._squares.values())) + 1e-6)
+            factor = clip_norm / (math.sqrt(sum(self._step.squares.values())) + 1e-6)
             factor = 1.0 if factor > 1 else factor
             scaled = replace(decision, scale=factor)
             self._send_to_all(scaled)
