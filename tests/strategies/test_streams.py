@@ -201,3 +201,20 @@ def test_a_stream_cannot_be_dispatched(tmp_path: Path) -> None:
     dynamic = ParameterServerStrategy(mode="async", data_dispatch="dynamic", start_method="fork")
     with pytest.raises(Exception, match="Plain is a stream without indices, but `data_dispatch: dynamic` assigns"):
         train(tmp_path, dynamic, 2, lambda: DataLoader(Plain(), BATCH))
+
+
+def test_the_summary_counts_the_samples_of_all_processes(tmp_path: Path) -> None:
+    """With ``drop_last`` each process of the uneven stream leaves out its last sample."""
+
+    class Records(StreamCounts):
+        def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            rows = [*self.panel_rows(), *self.summary_rows()]
+            (tmp_path / f"rows{trainer.global_rank}").write_text(repr(rows))
+
+    def make(size: int) -> DataLoader[Any]:
+        return DataLoader(Uneven(), size, drop_last=True)
+
+    train(tmp_path, balanced(), 2, lambda: make(5), max_epochs=2, callbacks=[Records()])
+    text = "20 samples, 2 left out by drop_last in each of 2 epochs"
+    rows = [("stream", "Uneven divides its samples among 2 processes itself"), ("stream", text)]
+    assert [(tmp_path / f"rows{rank}").read_text() for rank in range(2)] == [repr(rows)] * 2

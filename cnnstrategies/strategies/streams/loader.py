@@ -181,7 +181,7 @@ class StreamLoader:
             batches = self._together(batches)
         for batch in batches:
             if batch.left_out:
-                self.left_out = batch.left_out
+                self.left_out += batch.left_out
                 continue
             self._numbers.note(self._served, batch.counts)
             self._served += 1
@@ -258,13 +258,16 @@ class StreamLoader:
             ConfigurationError: A process has no batch at all.
         """
         last: StreamBatch | None = None
+        left_out = 0
         while True:
             batch = next(batches, None)
             if batch is not None and batch.left_out:
-                self.left_out += batch.left_out
+                left_out += batch.left_out
                 continue
-            rows = self._gather_in_epoch([0 if batch is None else batch.counts[0]])
+            rows = self._gather_in_epoch([0 if batch is None else batch.counts[0], left_out])
             counts = tuple(row[0] for row in rows)
+            self.left_out += sum(row[1] for row in rows)
+            left_out = 0
             if not any(counts):
                 return
             last = batch or last
