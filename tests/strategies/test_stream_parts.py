@@ -41,7 +41,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, stream: Any, size: int | None, ranks
         made = StreamPart(
             stream, size, list if size else int, processes=ranks, process=rank, workers=workers, **options
         )
-        made.division, made.skip = StreamDivision(False, by_worker), skip
+        made.division, made.skip = StreamDivision(False, by_worker), [skip] * max(1, workers)
         info = SimpleNamespace(id=worker, num_workers=workers) if workers else None
         monkeypatch.setattr(part_module, "get_worker_info", lambda info=info: info)
         lists.append(list(made))

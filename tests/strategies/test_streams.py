@@ -17,7 +17,7 @@ from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from cnnstrategies.callbacks import FirstBatch, StreamCounts
 from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
@@ -45,6 +45,15 @@ class Sized(Plain):
 
     def __len__(self) -> int:
         return SIZE
+
+
+class ByWorker(IterableDataset[Sample]):
+    """A stream that divides its samples among workers, and does not know processes."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return (sample(number) for number in range(first, SIZE, step))
 
 
 class Uneven(IterableDataset[Sample]):
@@ -168,13 +177,29 @@ def test_a_random_order_and_an_evaluation_use_each_sample_once(tmp_path: Path) -
     make = {w: lambda w=w: DataLoader(Drawn(), BATCH, num_workers=w, persistent_workers=w > 0) for w in (0, 2)}
     for workers, loader in make.items():
         notes = tmp_path / str(workers)
-        train(notes, balanced(), 3, loader, max_epochs=2, limit_val_batches=None, check_val_every_n_epoch=2)
+        train(
+            notes,
+            balanced(),
+            2 if workers else 3,
+            loader,
+            max_epochs=2,
+            limit_val_batches=None,
+            check_val_every_n_epoch=2,
+        )
         assert [noted(notes, epoch) for epoch in ("0", "1", "val")] == [EVERYTHING] * 3
     orders = [[line for line in (tmp_path / "0/0").read_text().splitlines() if line[0] == epoch] for epoch in "01"]
     assert [line[4:] for line in orders[0]] != [line[4:] for line in orders[1]], "each epoch has an order of its own"
 
 
-@pytest.mark.parametrize(("kind", "workers", "devices"), [(Plain, 2, 3), (Drawn, 0, 1), (Uneven, 2, 2)])
+@pytest.mark.parametrize(
+    ("kind", "workers", "devices"),
+    [
+        (Plain, 2, 3),
+        (Drawn, 0, 1),
+        pytest.param(ByWorker, 2, 3, marks=pytest.mark.cluster),
+        pytest.param(Uneven, 2, 2, marks=pytest.mark.cluster),
+    ],
+)
 def test_a_run_whose_process_is_killed_continues_with_the_other_samples(
     kind: Any, workers: int, devices: int, tmp_path: Path
 ) -> None:

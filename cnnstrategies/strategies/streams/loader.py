@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from itertools import islice
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,8 @@ class StreamLoader:
         self._length: int | None = None
         self._epoch, self._is_exhausted = -1, False
         self._before, self._served = 0, 0  # Batches of the epoch before the resume, and in all so far.
-        self._skipped = 0  # Samples of the stream before the first batch after the resume.
+        self._used = [0]  # Samples of the stream that each worker has used for batches or left out.
+        self._used_before: dict[int, list[int]] = {}  # By batch: the numbers before the batch.
         self._states: dict[int, Any] = {}
         self.left_out = 0
 
@@ -185,6 +187,9 @@ class StreamLoader:
                 continue
             self._numbers.note(self._served, batch.counts)
             self._served += 1
+            self._used[batch.worker] += self._samples_of_batch
+            self._used_before[self._served] = list(self._used)
+            self._used_before.pop(self._served - KEPT, None)
             inner: Any = self._reader.loader
             if is_stateful(inner) and not self._is_evaluation:
                 self._states[self._served] = inner.state_dict()
@@ -198,13 +203,17 @@ class StreamLoader:
         self._is_exhausted, self.left_out = False, 0
         self._numbers.begin()
         self._states.clear()
-        self._before = self._served = self._skipped = discarded = 0
+        self._served = discarded = 0
+        self._used = [0] * max(1, self.loader.num_workers)
         resume, self._resume = self._resume, None
         if resume is not None and resume["ended"] and resume["epoch"] == self._epoch:
             self._epoch += 1  # Lightning counts this epoch as finished a little later.
         elif resume is not None and resume["epoch"] == self._epoch:
             discarded = self._continue(resume)
+        self._used_before = {self._served: list(self._used)}
         batches = self._reader.start(self._epoch)
+        if self._served and self._part.division != _division_of(resume):
+            self._refuse(resume)
         before, now = [] if resume is None else resume["first"], self._reader.first
         if before and now and not same_start(before, now):
             rank_zero_warn(
@@ -212,8 +221,8 @@ class StreamLoader:
                 "checkpoint: if the stream's order has changed, samples of this epoch may be repeated or left out; "
                 "seed the stream's order"
             )
-        for _ in range(discarded):
-            next(batches, None)
+        for batch in islice(batches, discarded):
+            self._used[batch.worker] += self._samples_of_batch
         return batches
 
     def _continue(self, resume: dict[str, Any]) -> int:
@@ -222,18 +231,19 @@ class StreamLoader:
         Raises:
             ConfigurationError: The stream divides its samples itself, and the numbers of processes or workers differ.
         """
-        self._before = self._served = resume["batches"]
+        self._served = resume["batches"]
         workers, part = self.loader.num_workers, self._part
         then, now = [resume["processes"], resume["workers"]], [self._processes, workers]
-        division = StreamDivision(*map(bool, resume["division"]))
+        division = _division_of(resume)
         inner: Any = self._reader.loader
         if then == now and resume["states"] and is_stateful(inner):
             part.division, self._reader.first = division, resume["first"]
             inner.load_state_dict(state_of_rank(resume["states"], self._trainer.global_rank))
-            self._skipped = resume["samples"] - resume["batches"] * self._samples_of_batch
+            self._used = list(resume["used"])
             return 0
         if division == (False, False):
-            part.skip = self._skipped = resume["samples"]
+            self._used = [sum(resume["used"]), *[0] * (len(self._used) - 1)]
+            part.skip = [self._used[0]] * len(self._used)
             if part.draws_alike and not resume["draws_alike"]:
                 rank_zero_warn(
                     f"if the order of {type(self.loader.dataset).__name__} is random, it differs from that of the run "
@@ -244,11 +254,21 @@ class StreamLoader:
             return 0
         if then == now:
             return self._served
+        if division.by_process or then[1] != now[1]:
+            self._refuse(resume)
+        # Each worker continues with its own part of the stream.
+        self._used = list(resume["used"])
+        part.skip = list(self._used)
+        return 0
+
+    def _refuse(self, resume: dict[str, Any] | None) -> NoReturn:
+        assert resume is not None, "batches before this run come from a checkpoint"
+        then = f"{resume['processes']} processes with {resume['workers']} workers"
         raise ConfigurationError(
-            f"the checkpoint was saved within epoch {resume['epoch']} by {then[0]} processes with {then[1]} workers, "
-            f"and {type(self.loader.dataset).__name__} divides its samples among them itself, so that {now[0]} "
-            f"processes with {now[1]} workers cannot know which samples are left: resume with {then[0]} processes and "
-            f"{then[1]} workers, or from a checkpoint of an epoch's end"
+            f"the checkpoint was saved within epoch {resume['epoch']} by {then}, "
+            f"and {type(self.loader.dataset).__name__} divides its samples among them itself, so that "
+            f"{self._processes} processes with {self.loader.num_workers} workers cannot know which samples are left: "
+            f"resume with {then}, or from a checkpoint of an epoch's end"
         )
 
     def _together(self, batches: Iterator[StreamBatch]) -> Iterator[StreamBatch]:
@@ -319,7 +339,7 @@ class StreamLoader:
         return {
             "epoch": self._epoch,
             "batches": trained,
-            "samples": self._skipped + (trained - self._before) * self._samples_of_batch,
+            "used": self._used_before.get(trained, self._used),
             "ended": self._is_exhausted and trained == self._served,
             "processes": self._processes,
             "workers": self.loader.num_workers,
@@ -335,7 +355,7 @@ class StreamLoader:
         Raises:
             ConfigurationError: The state was saved by a loader of another kind.
         """
-        if "samples" not in state or "division" not in state:
+        if "used" not in state or "division" not in state:
             raise ConfigurationError(
                 f"the checkpoint was saved within an epoch by another loader, and this run reads the stream "
                 f"{type(self.loader.dataset).__name__}: use the same data, or resume from a checkpoint of an epoch's "
@@ -343,6 +363,12 @@ class StreamLoader:
             )
         self._resume, self._started = dict(state), None
         self._reader.restart()
+
+
+def _division_of(resume: dict[str, Any] | None) -> StreamDivision:
+    """Return the stream's division in the run that saved a state."""
+    by_process, by_worker = (False, False) if resume is None else resume["division"]
+    return StreamDivision(bool(by_process), bool(by_worker))
 
 
 def divide_stream(loader: Any, trainer: Trainer, is_evaluation: bool) -> Any:

@@ -1,6 +1,6 @@
 """Data set that yields the batches of one worker of one process from a stream of samples."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -24,11 +24,13 @@ class StreamBatch(NamedTuple):
         counts: Number of samples of each process in the global batch. If the stream divides its samples among the
             processes itself, only this process's number is known. A process whose number is 0 repeats a sample.
         left_out: Number of samples of the stream that are in no batch, because ``drop_last`` is set.
+        worker: Number of the worker that has loaded the batch.
     """
 
     batch: Any
     counts: tuple[int, ...]
     left_out: int = 0
+    worker: int = 0
 
 
 class StreamPart(IterableDataset[StreamBatch]):
@@ -45,7 +47,7 @@ class StreamPart(IterableDataset[StreamBatch]):
         division: Whether the stream divides its samples itself; None if this is not known yet.
         draws_alike: Whether all workers of all processes draw equal random numbers for the stream.
         epoch: Number of the next epoch.
-        skip: Number of samples that the next epoch leaves out at the beginning of the stream.
+        skip: Number of samples that the next epoch leaves out at the beginning of the stream, for each worker.
         ask: Function that takes the number of a worker and the description of its first samples, and returns the
             division. It is called in the worker.
 
@@ -81,10 +83,12 @@ class StreamPart(IterableDataset[StreamBatch]):
         self.stream, self.batch_size, self.collate, self.drop_last = stream, batch_size, collate, drop_last
         self.processes, self.process = processes, process
         self.is_evaluation, self.fills, self.seed = is_evaluation, fills, seed
-        self.epoch = self.skip = 0
+        self.epoch = 0
+        self.skip = [0] * max(1, workers)
         self.division = UNDIVIDED if processes == 1 and workers < 2 else None
         self.draws_alike = self.division is None
         self._begun = self._dealt = 0  # Samples of the stream before the first batch, and in all batches so far.
+        self._number = 0  # Number of the worker.
         self._ahead = 0  # Number of samples that were compared before they were dealt.
         self._iterator: Iterator[Any] = iter(())
         self._loaded: dict[str, Any] | None = None
@@ -92,16 +96,16 @@ class StreamPart(IterableDataset[StreamBatch]):
     def __iter__(self) -> Iterator[StreamBatch]:
         """Return an iterator of this worker's batches of the next epoch."""
         epoch, skip, loaded = self.epoch, self.skip, self._loaded
-        self.epoch, self.skip, self._loaded = epoch + 1, 0, None
+        self.epoch, self.skip, self._loaded = epoch + 1, [0] * len(skip), None
         return self._batches(epoch, skip, loaded)
 
-    def _batches(self, epoch: int, skip: int, loaded: dict[str, Any] | None) -> Iterator[StreamBatch]:
+    def _batches(self, epoch: int, skip: Sequence[int], loaded: dict[str, Any] | None) -> Iterator[StreamBatch]:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         before = GeneratorStates.current(CPU)
         if self.draws_alike:
             seed_all(mixed_seed(self.seed, epoch))
-        self._begun, self._dealt, self._ahead = skip, skip, 0
+        self._begun, self._dealt, self._ahead, self._number = skip[number], skip[number], 0, number
         if loaded is not None:
             self._begun, self._dealt = loaded["begun"], loaded["dealt"]
         state = None if loaded is None else loaded["stream"]
@@ -192,7 +196,8 @@ class StreamPart(IterableDataset[StreamBatch]):
         """
         self._dealt = self._begun + place
         rows = samples or [other]
-        return StreamBatch(self.collate(rows if self.batch_size else rows[0]), tuple(counts))
+        batch = self.collate(rows if self.batch_size else rows[0])
+        return StreamBatch(batch, tuple(counts), worker=self._number)
 
     # torchdata's StatefulDataLoader saves and restores the state of each worker's data set by these methods.
 

@@ -53,7 +53,7 @@ class StreamReader:
         self._random_numbers = None
         if part.division is not None:
             batches = self._batches(iter(self.loader))
-            part.skip = 0  # The iterator's workers have copies of the data set.
+            part.skip = [0] * len(part.skip)  # The iterator's workers have copies of the data set.
             return batches
         if not workers:
             part.ask = lambda worker, row: self._decide([row])
@@ -65,7 +65,7 @@ class StreamReader:
         questions = WorkerQuestions(context, workers)
         part.ask = questions.ask
         batches = self._batches(iter(self.loader))
-        part.ask, part.skip = None, 0
+        part.ask, part.skip = None, [0] * len(part.skip)
         part.division = questions.answer(self._decide)
         return batches
 
