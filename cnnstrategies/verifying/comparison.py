@@ -38,6 +38,7 @@ def verdict_of(train: Train, precision: Precision) -> Verdict:
         noisy = [] if precision == "64-true" else train_with_noise(train, Path(folder, precision), tested)
         reference_notes, tested_notes = reference.notes, tested.notes
         rows = [*_rows(reference, tested, noisy, END), *_other_ranks(reference, tested, noisy)]
+        notes += tested_notes["samples"]
         notes += reference_notes["turned off"]
         if not all(row.equal for row in rows):
             notes += _explanation(train, Path(folder, "repeated"), tested, noisy, reference_notes, tested_notes)

@@ -31,6 +31,7 @@ from cnnstrategies.verifying.batches import (
     repeated_batches,
     samples,
 )
+from cnnstrategies.verifying.changing_samples import lines_about_samples
 from cnnstrategies.verifying.loaders import drawn_samples, epoch_samples, whole_epoch
 from cnnstrategies.verifying.tracer import Trace, Tracer, sketch_of
 
@@ -153,7 +154,7 @@ class Recorder(Checkpoint):
     def __init__(self, role: RunRole, make: Callable[[], Any]) -> None:
         self._role = role
         self._make = make
-        self._notes: dict[str, Any] = {"ends": [], "draws": False}
+        self._notes: dict[str, Any] = {"ends": [], "draws": False, "samples": []}
         self._step = 0
         self._validating = role.validation_batches if role.of is not None else []
         self._validations = 0  # Number of validations that have ended.
@@ -189,6 +190,8 @@ class Recorder(Checkpoint):
                 keeper.writes = keeper.keeps_generator = trainer.is_global_zero
             loader = trainer.train_dataloader
             folder.mkdir(parents=True)
+            if trainer.is_global_zero:
+                self._notes["samples"] = lines_about_samples(getattr(loader, "loader", loader), trainer.val_dataloaders)
             if has_batch and getattr(loader, "loads", True):
                 users = getattr(loader, "loader", loader)
                 loaded = {
