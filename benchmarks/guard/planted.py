@@ -50,7 +50,6 @@ REASONS = {
     "clipping before unscaling": "The module clips by itself, so only its author knows which norm is meant.",
     "weights tied by accident": "Tied weights are common, and nothing tells that these were not meant.",
     "augmentation with the same seed in each epoch": "The order of the samples differs, so no batch comes again.",
-    "validation with augmentation": MEANT,
     "classes in another order on one rank": OTHERS,
     "unreadable images are zeros on one rank": OTHERS,
     "second forward in training mode on rank 0": "`verify` does not train with statistics of batches under `ddp`.",
@@ -64,11 +63,11 @@ UNSEEN_HEAD = """
 ## Faults written after the checks
 
 Further faults of the same kinds, and of questions in forums, were written after all checks, before any of them was
-tried with `verify` or the guard. They show better how many faults of unknown kinds are found: 18 of 41 were
-found at first. Then `verify` learned to read a sampler's order after `set_epoch`, and the guard to look at a resumed
-schedule; with them it is the number below. Two further faults are left out, because they end the run by themselves: a
-step between forward and backward, and a last batch that one rank leaves out. The programs without their faults, and
-not the faults, showed two false alarms, which were repaired: of the guard about the average of a network, some of whose
+tried with `verify` or the guard. They show better how many faults of unknown kinds are found: 18 of 41 were found at
+first. Then `verify` learned to read a sampler's order after `set_epoch`, and to read a sample twice; and the guard, to
+look at a resumed schedule. With them it is the number below. Two further faults are left out, because they end the run
+by themselves: a step between forward and backward, and a last batch that one rank leaves out. Two of the programs
+without their faults gave false alarms, which were repaired: of the guard about the average of a network, some of whose
 weights hardly change, and of `verify` about a run without validations.
 """
 LONGEST = 120  # Number of characters of a line on the page.
