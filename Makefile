@@ -52,7 +52,7 @@ test-zoo:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
 	CNNSTRATEGIES_ZOO_PART=$(PART) CNNSTRATEGIES_ZOO_STRATEGY=$(STRATEGY) PYTHONPATH=tests/zoo \
 		$(ZOO_VENV)/bin/python -m pytest --numprocesses 2 --maxschedchunk 1 --timeout 1500 \
-		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py tests/zoo/stages.py tests/zoo/divided.py tests/zoo/alarms.py
+		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/detectors.py tests/zoo/examples.py tests/zoo/stages.py tests/zoo/divided.py tests/zoo/alarms.py
 ifeq ($(PART)$(STRATEGY),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif

@@ -1,6 +1,8 @@
 """`DetectionModule`: losses and mean average precision, equal to one device whatever divides the images, in float64."""
 
+import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBo
 from torchvision.models.detection.ssd import SSD
 
 from cnnstrategies import ConfigurationError, DetectionModule, verify
+from cnnstrategies.callbacks import PredictionWriter
 from cnnstrategies.data import DigitsDataModule, SyntheticDetectionDataModule
 from cnnstrategies.detectors import SmallBackbone, SmallRetinaNet
 from cnnstrategies.models import detection_quality
@@ -148,12 +151,32 @@ def test_pipelines_and_the_other_strategies_train_the_same_weights() -> None:
 
 
 @pytest.mark.cluster  # These runs take long.
-def test_averaged_weights_are_those_of_one_device() -> None:
+def test_averaged_weights_and_predictions_are_those_of_one_device() -> None:
     averaged = {"callbacks": [EMAWeightAveraging(decay=0.5)]}
     expected = trained(retinanet, **averaged)
     assert_equal(trained(retinanet, uneven(), 2, **averaged), expected)
     with pytest.raises(AssertionError, match="not close"):
         assert_equal(expected, reference(retinanet))
+
+    file = Path("out.json").resolve()
+
+    def predict(strategy: Any, world: int) -> list[dict[str, Any]]:
+        def run() -> None:
+            module = made(retinanet).double()
+            module.network.score_thresh, module.network.detections_per_img = 0.0, 4
+            trainer = quiet_trainer(strategy, world, precision="64-true", callbacks=[PredictionWriter(file)])
+            trainer.predict(
+                module, SyntheticDetectionDataModule(70, CLASSES, SIZE, batch_size=3), return_predictions=False
+            )
+
+        run_apart(run)
+        rows: list[dict[str, Any]] = json.loads(file.read_text())
+        return sorted(rows, key=lambda row: (row["image_id"], -row["score"], row["bbox"]))
+
+    alone = predict("auto", 1)
+    assert {row["image_id"] for row in alone} == set(range(7))
+    assert predict(DDPStrategy(start_method="fork"), 2) == alone
+    assert predict(HybridPipelineStrategy(start_method="fork"), 2) == alone
 
 
 def boxes_of(*corners: tuple[float, ...], labels: list[int], **more: list[float]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+from detectors import DETECTORS
 from examples import LIGHTLY, METRIC_LEARNING
 from modules import TORCHGEO, UNCERTAINTY
 from networks import NETWORKS
@@ -16,7 +17,7 @@ PACKAGES = (
     *("torch", "lightning", "torchvision", "timm", "torchgeo", "lightly", "torch-uncertainty"),
     *("segmentation-models-pytorch", "pytorch-metric-learning"),
 )
-TOTAL = sum(map(len, (NETWORKS, TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY)))
+TOTAL = sum(map(len, (NETWORKS, DETECTORS, TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY)))
 HEAD = """# The zoo
 
 Published networks and modules, each trained for two steps in float64 by [`verify`](../docs/verify.md) under four

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ConfigurationError, verify
+from cnnstrategies.models.detector import OWN_FOREGROUND
 from cnnstrategies.pipeline.node_uses import ordered_nodes
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.strategies import HybridPipelineStrategy
@@ -116,7 +117,8 @@ def try_all(name: str, entry: Entry) -> None:
         try:
             module, chosen, devices = entry.strategy(strategy)
             verdict = verify(module, entry.data(), chosen, devices=devices, steps=2)
-            announced = [text for text in (OWN_MEANS, OWN_OTHER_LOSSES) if not entry.is_mean and text in str(verdict)]
+            texts = (OWN_MEANS, OWN_OTHER_LOSSES, OWN_FOREGROUND)
+            announced = [text for text in texts if not entry.is_mean and text in str(verdict)]
             result = "equal" if verdict.equal else f"said: {announced[0]}" if announced else f"DIFFERENT: {verdict}"
         except ConfigurationError as error:
             result = f"refused: {error}"
