@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.cli import main
 from cnnstrategies.commands.arguments.checkpoint_path import check_checkpoint
 from cnnstrategies.commands.arguments.keys import configured_keys
 from cnnstrategies.commands.run.errors import _explain_missing, check_nulls, explain_parse_error
+from cnnstrategies.commands.run.image_channels import check_channels
 from cnnstrategies.commands.run.trainer import Trainer
 from cnnstrategies.networks import SmallCNN
 
@@ -213,3 +215,30 @@ def test_a_missing_argument_is_asked_of_the_class_that_lacks_it(tmp_path):
     assert message == (
         "data: cnnstrategies.data.SegmentationFolderDataModule needs num_classes: give --data.num_classes"
     )
+
+
+class OwnNetwork(nn.Module):
+    """A network that has a number of channels without an argument for it."""
+
+    def __init__(self, first: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(first, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.AdaptiveAvgPool2d(1))
+        self.calls = 0
+
+    def forward(self, images):
+        self.calls += 1
+        return self.layers(images if self.layers[0].in_channels != 5 else images.repeat(1, 5, 1, 1)).flatten(1)
+
+
+@pytest.mark.light
+def test_channels_that_a_network_does_not_take_are_refused_without_a_batch():
+    network, repeating = OwnNetwork(), OwnNetwork(5)
+    state = torch.get_rng_state()
+    with pytest.raises(ConfigurationError, match="takes images with 3 channels, but the data's images have 1: change"):
+        check_channels(network, (1, 8, 8))
+    check_channels(network, (3, 8, 8))
+    check_channels(repeating, (1, 8, 8))  # This network repeats the channel.
+    network.register_forward_hook(lambda *_: None)
+    check_channels(network, (1, 8, 8))
+    assert network.calls == 0
+    assert torch.get_rng_state().equal(state)

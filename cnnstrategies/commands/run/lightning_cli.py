@@ -35,6 +35,7 @@ from cnnstrategies.commands.run.errors import (
     parameters_of,
 )
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error
+from cnnstrategies.commands.run.image_channels import check_channels
 from cnnstrategies.commands.run.imports import check_imports
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.ownership import owns_folders
@@ -238,6 +239,8 @@ class CLI(LightningCLI):
             raise ConfigurationError(none_given({"data"}))
         if isinstance(self.model, NetworkModule):
             self.model.check_data(self.datamodule)
+            if isinstance(self.datamodule, ImageDataModule) and local_rank() == 0:
+                check_channels(self.model.network, self.datamodule.image_shape)
         if self.trainer is not None and isinstance(self.datamodule, ImageDataModule):
             self.datamodule.check_trainer(self.trainer)
 
