@@ -4,6 +4,7 @@ import csv
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import panels
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.cli import main
-from cnnstrategies.commands.run.lightning_cli import CLI, leaves_out_classes
+from cnnstrategies.commands.run.lightning_cli import CLI, SavedConfiguration, leaves_out_classes
 from cnnstrategies.strategies.unfreezing import WrapsAgain
 
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
@@ -138,6 +139,16 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
     code, again = run_cli("fit", "--config=printed.yaml", "--print_config")
     assert code == 0
     assert yaml.safe_load(again) == config
+
+
+@pytest.mark.light
+def test_other_commands_keep_the_configuration_of_a_run():
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    trainer = SimpleNamespace(log_dir="run", strategy=strategy, is_global_zero=True)
+    for stage, saved in (("validate", "validate"), ("fit", "fit"), ("test", "fit"), ("fit", "fit")):
+        parser = SimpleNamespace(save=lambda config, path, **_: Path(path).write_text(config))
+        SavedConfiguration(parser, stage, overwrite=True).setup(trainer, None, stage)
+        assert Path("run/config.yaml").read_text() == saved
 
 
 # The check before the imports does not know how many processes of a named class load data.

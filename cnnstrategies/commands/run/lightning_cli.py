@@ -67,13 +67,19 @@ FROM_WEIGHTS = ("quantize", "export")
 class SavedConfiguration(SaveConfigCallback):
     """Callback that saves the configuration in the log directory, or does nothing without a log directory.
 
+    Commands other than ``fit`` do not replace a configuration, because ``fit`` cannot read the options of theirs.
     Lightning's own callback fails without a log directory, for example if the logger sends runs to an MLflow server.
     """
 
     @override
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning broadcasts the value of `log_dir`, so every rank must read the property.
-        self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None
+        folder = trainer.log_dir
+        self.save_to_log_dir = self.save_to_log_dir and folder is not None
+        if self.save_to_log_dir and stage != "fit":
+            # A command with the configuration of a run has the run's folder, in which the configuration stays.
+            exists = (Path(str(folder)) / self.config_filename).is_file()
+            self.save_to_log_dir = not trainer.strategy.broadcast(exists)
         super().setup(trainer, pl_module, stage)
 
 
