@@ -43,15 +43,12 @@ from ranks import report
 
 HERE = Path(__file__).parent
 ALIKE = "One device does the same, and no value looks wrong."
-OTHERS = "The samples of two ranks differ in a correct run, too."
 MEANT = "This can be meant."
 REASONS = {
     "samples drawn with replacement": "This is an option of torch's sampler, and can be meant.",
     "clipping before unscaling": "The module clips by itself, so only its author knows which norm is meant.",
     "weights tied by accident": "Tied weights are common, and nothing tells that these were not meant.",
     "augmentation with the same seed in each epoch": "The order of the samples differs, so no batch comes again.",
-    "classes in another order on one rank": OTHERS,
-    "unreadable images are zeros on one rank": OTHERS,
     "second forward in training mode on rank 0": "`verify` does not train with statistics of batches under `ddp`.",
     "low precision on one rank": "`verify` trains in float64, which autocast leaves alone.",
     "statistics of the last batch": MEANT,

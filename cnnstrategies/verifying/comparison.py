@@ -110,9 +110,12 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
         text += "the processes divide different orders (set_epoch and seed must be equal)"
     repeated = _repetition(run, reference["whole"], len(loaded))
     text += repeated
+    if other := reference["other contents"]:
+        text += f"; {other}"
     if reference["steps"] != tested["steps"]:
         text += f"; one device has made {reference['steps']} steps on them"
-    equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not missing and not repeated
+    equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not missing
+    equal = equal and not repeated and not other
     return ComparedRow("steps", text, equal)
 
 

@@ -45,20 +45,35 @@ def epoch_samples(loader: Any) -> int | None:
     return sized_len(loader.sampler)
 
 
-def whole_epoch(make: Callable[[], Any], reads: bool) -> int | None:
-    """Return the number of samples that a user's training loader loads in an epoch in a run of one process.
+def loader_of_one_process(make: Callable[[], Any]) -> Any:
+    """Return a user's training loader in a run of one process.
 
     Args:
         make: Function that returns the loader.
+
+    Returns:
+        The loader. None if it cannot be made, for example because it needs a process group.
+    """
+    try:
+        # Making the loader must not change the random numbers of the run.
+        with restores_random_numbers():
+            return make()
+    except Exception:
+        return None
+
+
+def whole_epoch(loader: Any, reads: bool) -> int | None:
+    """Return the number of samples that a user's training loader loads in an epoch in a run of one process.
+
+    Args:
+        loader: The loader.
         reads: Whether to read a whole stream to count its samples.
 
     Returns:
-        The number. None if it is not known, for example because the loader needs a process group.
+        The number. None if it is not known.
     """
     try:
-        # Making and reading the loader must not change the random numbers of the run.
         with restores_random_numbers():
-            loader = make()
             count = epoch_samples(loader)
             if count is None and reads and isinstance(getattr(loader, "dataset", None), IterableDataset):
                 count = sum(count_samples(batch) for batch in islice(iter(loader), MOST_COUNTED))

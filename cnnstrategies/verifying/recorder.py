@@ -32,7 +32,8 @@ from cnnstrategies.verifying.batches import (
     samples,
 )
 from cnnstrategies.verifying.changing_samples import lines_about_samples
-from cnnstrategies.verifying.loaders import drawn_samples, epoch_samples, whole_epoch
+from cnnstrategies.verifying.contents import contents_of, other_contents, shares_data_set
+from cnnstrategies.verifying.loaders import drawn_samples, epoch_samples, loader_of_one_process, whole_epoch
 from cnnstrategies.verifying.tracer import Trace, Tracer, sketch_of
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
@@ -71,6 +72,11 @@ class RunRole:
         """
         file = self.folder / NOTES
         return dict(json.loads(file.read_text())) if file.exists() else {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first run under the strategy or on one device, which is not repeated for a trace."""
+        return not (self.saves_trace or self.saves_steps or self.noise)
 
     def left_out(self, whole: int | None) -> tuple[int, int] | None:
         """Return the number of samples that no rank loads in an epoch, and the number of samples in the data set.
@@ -112,6 +118,19 @@ class RunRole:
                     return f"process {file.parent.name} loads epochs in the same order: call the sampler's set_epoch"
                 return f"process {file.parent.name} loads the same samples in batches {first} and {second} of the run"
         return ""
+
+    def other_contents(self, loader: Any) -> str:
+        """Return which rank loads other contents than one process, as a text; empty if there is no such rank.
+
+        Args:
+            loader: The user's training loader in one process.
+        """
+        records = {int(file.parent.name): json.loads(file.read_text()) for file in self.folder.glob(f"*/{LOADED}")}
+        contents = {rank: record["contents"] for rank, record in records.items()}
+        if len(contents) < 2 or None in contents.values():
+            return ""
+        # Samples that differ when they are loaded again are random, although the random numbers have a seed.
+        return other_contents(contents, contents_of(loader, times=2))
 
     def loads_as(self, other: "RunRole") -> bool:
         """Return whether two runs under a strategy have loaded the same batches."""
@@ -199,10 +218,13 @@ class Recorder(Checkpoint):
                     "count": epoch_samples(users),
                     "repeats": not yields_each_once(users),
                     "shuffles": shuffles(users),
+                    "contents": contents_of(users) if self._role.is_first and shares_data_set(loader) else None,
                 }
                 (folder / LOADED).write_text(json.dumps(loaded))
         else:
-            self._notes["whole"] = whole_epoch(self._make, reads=bool(RunRole(self._role.of).notes["ends"]))
+            loader, tested = loader_of_one_process(self._make), RunRole(self._role.of)
+            self._notes["whole"] = whole_epoch(loader, reads=bool(tested.notes["ends"]))
+            self._notes["other contents"] = tested.other_contents(loader) if self._role.is_first else ""
         if self._tracer is not None:
             self._tracer.start(makes_steps=facts_of(trainer.strategy).step_kind != "worker")
 
