@@ -61,11 +61,11 @@ UNSEEN_HEAD = """
 
 Further faults of the same kinds, and of questions in forums, were written after all checks, before any of them was
 tried with `verify` or the guard. They show better how many faults of unknown kinds are found: 18 of 41 were found at
-first. Then `verify` learned to read a sampler's order after `set_epoch`, and to read a sample twice; and the guard, to
-look at a resumed schedule. With them it is the number below. Two further faults are left out, because they end the run
-by themselves: a step between forward and backward, and a last batch that one rank leaves out. Two of the programs
-without their faults gave false alarms, which were repaired: of the guard about the average of a network, some of whose
-weights hardly change, and of `verify` about a run without validations.
+first. Then `verify` learned to read a sampler's order after `set_epoch`, to read a sample twice, and to compare samples
+between ranks; and the guard, to look at a resumed schedule. With them it is the number below. Two further faults are
+left out, because they end the run by themselves: a step between forward and backward, and a last batch that one rank
+leaves out. Two of the programs without their faults gave false alarms, which were repaired: of the guard about the
+average of a network, some of whose weights hardly change, and of `verify` about a run without validations.
 """
 LONGEST = 120  # Number of characters of a line on the page.
 
