@@ -59,7 +59,6 @@ def findings(optimizer: str, wrong: int, change: Callable[[int], float]) -> list
     return [(finding.check, finding.step, finding.tensor) for finding in result]
 
 
-@pytest.mark.light
 @pytest.mark.parametrize(
     ("optimizer", "wrong"), [*(("momentum", 33 + turn) for turn in range(TURNS)), ("adam", 34), ("plain", 35)]
 )
@@ -68,7 +67,6 @@ def test_a_gradient_that_is_not_finite_in_one_step_is_named(optimizer: str, wron
     assert first == ("finite", wrong, f"the gradient of {FOUND}")
 
 
-@pytest.mark.light
 @pytest.mark.parametrize(("optimizer", "wrong"), [*(("momentum", 241 + turn) for turn in range(TURNS)), ("adam", 241)])
 def test_a_large_gradient_in_one_step_is_named(optimizer: str, wrong: int) -> None:
     ((check, step, tensor),) = findings(optimizer, wrong, lambda index: 1e5 if index == 7 else 1.0)
