@@ -49,6 +49,7 @@ for name in ("data", "pretrained", "callbacks"):
 """
 
 
+@pytest.mark.cluster  # Each part imports Lightning.
 def test_a_part_of_the_package_can_be_imported_first():
     run = subprocess.run([sys.executable, "-c", FIRST_IMPORTS], capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stderr

@@ -178,7 +178,7 @@ def under_servers(make: Make) -> list[Tensor]:
     net = network()
     parameters = list(net.parameters())
     optimizer = make(parameters)
-    served = checks.check_optimizers([optimizer], ParameterServerStrategy().options)
+    (served,) = checks.check_optimizers([optimizer], ParameterServerStrategy().options)
     served.add_counters(optimizer)
     settings = {"servers": SERVERS, "slice_bytes": 256, "is_joint": served.is_joint}
     specification = Specification.of(net.named_parameters(), optimizer, 1, **settings)
