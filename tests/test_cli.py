@@ -83,12 +83,13 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     assert code == 0, output
     assert "pictures" not in output
 
-    code, output = run_cli("quantize", *quick, best, "--output=int8.pt2")
+    saved = f"--config={log_dir / 'config.yaml'}"
+    code, output = run_cli("quantize", saved, best, "--output=int8.pt2")
     assert code == 0, output
     assert "int8" in output
     assert Path("int8.pt2").is_file()
 
-    code, output = run_cli("export", *quick, best, "--format=safetensors")
+    code, output = run_cli("export", saved, best, "--format=safetensors")
     assert code == 0, output
     assert "100.00% have the same class" in output
     _model_card_tells_how_the_network_was_trained_and_is_loaded(CHECKPOINTS / "best.ckpt")
@@ -146,8 +147,8 @@ def test_other_commands_keep_the_configuration_of_a_run():
     strategy = SimpleNamespace(broadcast=lambda value: value)
     trainer = SimpleNamespace(log_dir="run", strategy=strategy, is_global_zero=True)
     for stage, saved in (("validate", "validate"), ("fit", "fit"), ("test", "fit"), ("fit", "fit")):
-        parser = SimpleNamespace(save=lambda config, path, **_: Path(path).write_text(config))
-        SavedConfiguration(parser, stage, overwrite=True).setup(trainer, None, stage)
+        parser = SimpleNamespace(save=lambda config, path, **_: Path(path).write_text(config["of"]))
+        SavedConfiguration(parser, {"of": stage}, overwrite=True).setup(trainer, None, stage)
         assert Path("run/config.yaml").read_text() == saved
 
 

@@ -80,6 +80,8 @@ class SavedConfiguration(SaveConfigCallback):
             # A command with the configuration of a run has the run's folder, in which the configuration stays.
             exists = (Path(str(folder)) / self.config_filename).is_file()
             self.save_to_log_dir = not trainer.strategy.broadcast(exists)
+        if self.config.get("weights_only", 0) is None:
+            del self.config["weights_only"]  # ``export`` and ``quantize`` always load weights only, without this key.
         super().setup(trainer, pl_module, stage)
 
 
