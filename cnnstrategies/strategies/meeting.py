@@ -10,6 +10,7 @@ from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import mark_launch, ranks_meet
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.compiling import renew_thread_pool
 from cnnstrategies.strategies.notebooks import check_interactive
 from cnnstrategies.strategies.pickling import explain_pickling
 
@@ -27,6 +28,7 @@ class MeetingDDPStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        renew_thread_pool()  # A user's own module may be compiled.
         try:
             with ranks_meet(self):
                 super().setup_environment()

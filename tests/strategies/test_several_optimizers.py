@@ -9,6 +9,7 @@ import torch
 from adversaries import KINDS, train
 from digit_runs import assert_same_run
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.optim import SGD, Adam
 
@@ -39,6 +40,29 @@ def test_several_optimizers_make_the_steps_of_one_device(strategy: str) -> None:
 @pytest.mark.cluster
 def test_a_compiled_module_may_toggle_optimizers() -> None:
     check(["compiled"], "ddp_balanced")
+
+
+class ToldError(Exception):
+    """Torch was told its number of threads."""
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [(BalancedDDPStrategy(), "setup_environment"), (ParameterServerStrategy(), "setup_distributed")],
+)
+def test_a_rank_creates_its_thread_pool_before_compiled_code_would(
+    strategy: DDPStrategy, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of a forked run have aborted with "Invalid thread pool!" in their first backward."""
+
+    def note(count: int) -> None:
+        raise ToldError(count)
+
+    monkeypatch.setattr(torch, "set_num_threads", note)
+    monkeypatch.setattr(strategy, "_lightning_module", LightningModule())
+    with pytest.raises(ToldError):
+        getattr(strategy, method)()
 
 
 class ByHand(LightningModule):

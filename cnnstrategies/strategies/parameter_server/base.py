@@ -32,6 +32,7 @@ from cnnstrategies.paramserver.optimizer_check import ServedOptimizer
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
+from cnnstrategies.runtime.compiling import renew_thread_pool
 from cnnstrategies.strategies.exact_means import widened
 from cnnstrategies.strategies.failing import last_line, watch_failures
 from cnnstrategies.strategies.notebooks import check_interactive
@@ -170,6 +171,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def setup_distributed(self) -> None:
         """Register with the coordinator, and open a process group of torch whose collectives it carries out."""
         assert self.lightning_module is not None
+        renew_thread_pool()  # A user's own module may be compiled.
         reset_seed()
         self.set_world_ranks()
         own_metric_states(self.lightning_module)
