@@ -3,7 +3,7 @@
 The first part are trainings that look unusual by design. The second part are published networks of torchvision on two
 ranks. The guard checks after the first step and after each 20 steps. The programs of the page of planted faults, run
 without their faults, are counted on that page. The last part are entries of the zoo (see the page of tested networks
-and modules), each with twelve steps under the strategy, as `make test-zoo` trains them.
+and modules), each with twelve steps under the strategy, as `make test-zoo-guard` trains them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ZOO_STEPS = 12
 
 
 def zoo_rows(folder: Path) -> list[list[str]]:
-    """Return a row for each strategy under which `make test-zoo` has trained entries of the zoo.
+    """Return a row for each strategy under which `make test-zoo-guard` has trained entries of the zoo.
 
     Args:
         folder: Folder of the results, with a file for each entry.

@@ -1,4 +1,4 @@
-"""The guard finds nothing while published networks and modules train; `make test-zoo` runs this file.
+"""The guard finds nothing while published networks and modules train; `make test-zoo-guard` runs this file.
 
 Each module makes twelve steps in float32 under a strategy, with checks after the first, the eleventh and the last step,
 and layers that are computed twice in the fifth and the tenth step. Findings are written to a file for the page of
