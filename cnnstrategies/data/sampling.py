@@ -178,6 +178,28 @@ def batches_of(loader: Any) -> DealtBatches | None:
     return next((sampler for sampler in samplers if isinstance(sampler, DealtBatches)), None)
 
 
+class EquallyAccumulated(DealtBatches):
+    """Base class of samplers of users' own loaders: in a step with accumulated batches, every batch counts equally."""
+
+    def weight(self, batch: int, batches: float, weighting: "GradientWeighting") -> float:
+        """Return the factor for this rank's mean loss of a batch.
+
+        The result of a step is that of one device: Lightning divides the mean loss of each accumulated batch by
+        ``accumulate_grad_batches``, whatever the size of the batch, and also in a last step with fewer batches.
+        For the weighting "by_rank", batches of the step that are not loaded yet count as full ones.
+        """
+        counts = self.counts(batch)
+        if weighting == "by_sample":
+            return 1.0
+        part = counts[self.rank] / sum(counts)
+        if weighting == "equal":
+            return part * self.num_replicas
+        # The strategy weights the ranks by their samples in the whole step, so this weight is divided out.
+        step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
+        rank_samples = sum(rank_counts[self.rank] for rank_counts in step_counts)
+        return part * sum(map(sum, step_counts)) / rank_samples if rank_samples else 1.0
+
+
 class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
     """Sampler of evaluation batches. Each sample is evaluated exactly once, by one of the ranks.
 

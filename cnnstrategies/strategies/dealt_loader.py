@@ -6,16 +6,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-from typing_extensions import override
 
-from cnnstrategies.data.sampling import DealtBatches, batches_of, items_of, options_of, samples_in
+from cnnstrategies.data.sampling import EquallyAccumulated, batches_of, items_of, options_of, samples_in
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.protocol import GradientWeighting
 from cnnstrategies.strategies.streams import StreamLoader
 
 
-class OrderBatches(DealtBatches):
+class OrderBatches(EquallyAccumulated):
     """Batch sampler that takes the order of the samples from a distributed sampler, and divides batches by shares.
 
     A distributed sampler repeats some samples, so that all ranks get the same number of samples. This class leaves the
@@ -44,24 +42,6 @@ class OrderBatches(DealtBatches):
         self.batch_size = batches.batch_size
         self._trainer = trainer
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
-
-    @override
-    def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
-        """Return the factor for this rank's mean loss of a batch.
-
-        The result of a step is that of one device: Lightning divides the mean loss of each accumulated batch by
-        ``accumulate_grad_batches``, whatever the size of the batch, and also in a last step with fewer batches.
-        """
-        counts = self.counts(batch)
-        if weighting == "by_sample":
-            return 1.0
-        part = counts[self.rank] / sum(counts)
-        if weighting == "equal":
-            return part * self.num_replicas
-        # The strategy weights the ranks by their samples in the whole step, so this weight is divided out.
-        step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
-        rank_samples = sum(rank_counts[self.rank] for rank_counts in step_counts)
-        return part * sum(map(sum, step_counts)) / rank_samples if rank_samples else 1.0
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches of this rank in the epoch that Lightning has set on the distributed sampler."""

@@ -6,14 +6,13 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from cnnstrategies.data.sampling import DealtBatches
+from cnnstrategies.data.sampling import EquallyAccumulated
 from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.protocol import GradientWeighting
 
 KEPT = 64  # Number of batches whose counts are known at the same time. A loader prefetches fewer batches.
 
 
-class StreamedBatches(DealtBatches):
+class StreamedBatches(EquallyAccumulated):
     """Numbers of samples of the processes in each batch of a stream. They are known when the batch is loaded.
 
     The class does not draw samples. It tells the strategies how the samples of a batch are weighted.
@@ -66,20 +65,3 @@ class StreamedBatches(DealtBatches):
     def step_of(self, batch: int) -> range:
         first = batch // self.accumulated * self.accumulated
         return range(first, first + self.accumulated)
-
-    @override
-    def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
-        """Return the factor for this process's mean loss of a batch, so that a step has the result of one device.
-
-        Lightning divides the mean loss of each accumulated batch by ``accumulate_grad_batches``, whatever the size of
-        the batch. For the weighting "by_rank", batches of the step that are not loaded yet count as full ones.
-        """
-        counts = self.counts(batch)
-        if weighting == "by_sample":
-            return 1.0
-        part = counts[self.rank] / sum(counts)
-        if weighting == "equal":
-            return part * self.num_replicas
-        step = [self.counts(other) for other in self.step_of(batch) if other < batches]
-        samples = sum(numbers[self.rank] for numbers in step)
-        return part * sum(map(sum, step)) / samples if samples else 1.0
