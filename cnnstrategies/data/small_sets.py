@@ -1,5 +1,6 @@
 """Data modules for data sets that fit in memory: digits, data sets from torchvision, and synthetic images."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -227,35 +228,60 @@ class SyntheticDataModule(ImageDataModule):
         self.image_shape = (channels, image_size, image_size)
         self.train_transform = self.eval_transform = to_normalised([0.5] * channels, [0.25] * channels)
 
+    @property
+    def source_class(self) -> type["GeneratedSource"]:
+        """The class of the sources of all splits."""
+        return PatternSource
+
     @override
     def setup(self, stage: str) -> None:
-        held_out = self.num_samples // 10
-        self.train_source = SyntheticSource(0, self.num_samples, self.num_classes, self.image_shape, self.seed)
-        self.val_source = self.test_source = self.predict_source = SyntheticSource(
-            self.num_samples, held_out, self.num_classes, self.image_shape, self.seed
+        options = self.num_classes, self.image_shape, self.seed
+        self.train_source = self.source_class(0, self.num_samples, *options)
+        self.val_source = self.test_source = self.predict_source = self.source_class(
+            self.num_samples, self.num_samples // 10, *options
         )
 
 
-class SyntheticSource:
-    """Source of synthetic samples: ``size`` samples of an endless sequence, starting with sample number ``first``.
+class GeneratedSource(ABC):
+    """Source of generated samples: ``size`` samples of an endless sequence, starting with sample number ``first``.
 
-    The pattern of a class is a coarse grid of random values. Only these grids and a few noise images are in memory.
+    Args:
+        first: Number of the first sample.
+        size: Number of samples.
+        num_classes: Number of classes.
+        image_shape: (C, H, W) of an image.
+        seed: Seed of the sequence.
     """
 
     def __init__(self, first: int, size: int, num_classes: int, image_shape: tuple[int, int, int], seed: int) -> None:
+        self.first, self.size, self.num_classes, self.image_shape, self.seed = (
+            first, size, num_classes, image_shape, seed,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return self.size
+
+    @abstractmethod
+    def fetch(self, indices: list[int]) -> Any:
+        """Build the samples at ``indices``: images and targets."""
+
+
+class PatternSource(GeneratedSource):
+    """Source of images with the pattern of their class, a coarse grid of random values, and noise.
+
+    Only the grids and a few noise images are in memory.
+    """
+
+    def __init__(self, first: int, size: int, num_classes: int, image_shape: tuple[int, int, int], seed: int) -> None:
+        super().__init__(first, size, num_classes, image_shape, seed)
         channels, height, width = image_shape
         generator = torch.Generator().manual_seed(seed)
-        self.first = first
-        self.size = size
-        self.num_classes = num_classes
         self.rows, self.columns = (torch.arange(n) * min(4, n) // n for n in (height, width))
         grid = (num_classes, channels, min(4, height), min(4, width))
         self.grids = torch.randint(64, grid, generator=generator, dtype=torch.uint8) * 2
         self.noise = torch.randint(128, (NOISES, *image_shape), generator=generator, dtype=torch.uint8)
 
-    def __len__(self) -> int:
-        return self.size
-
+    @override
     def fetch(self, indices: list[int]) -> Batch:
         """Build the samples at ``indices``, and return uint8 images and their classes."""
         numbers = torch.tensor(indices) + self.first

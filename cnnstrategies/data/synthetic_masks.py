@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.data.loading import Batch
-from cnnstrategies.data.small_sets import SyntheticDataModule
+from cnnstrategies.data.small_sets import GeneratedSource, SyntheticDataModule
 from cnnstrategies.runtime.seeds import mixed_seed
 
 NOISES = 7  # Number of noise images. It is prime, so that they occur in all combinations with shapes.
@@ -45,37 +45,22 @@ class SyntheticSegmentationDataModule(SyntheticDataModule):
     ) -> None:
         super().__init__(num_samples, num_classes, image_size, channels, **options)
 
+    @property
     @override
-    def setup(self, stage: str) -> None:
-        options = self.num_classes, self.image_shape, self.seed
-        self.train_source = MaskedShapes(0, self.num_samples, *options)
-        self.val_source = self.test_source = self.predict_source = MaskedShapes(
-            self.num_samples, self.num_samples // 10, *options
-        )
+    def source_class(self) -> type[GeneratedSource]:
+        return MaskedShapes
 
 
-class MaskedShapes:
-    """Source of images with masks: ``size`` samples of an endless sequence, starting with sample number ``first``.
-
-    Args:
-        first: Number of the first sample.
-        size: Number of samples.
-        num_classes: Number of classes, with the background.
-        image_shape: (C, H, W) of an image.
-        seed: Seed of the sequence.
-    """
+class MaskedShapes(GeneratedSource):
+    """Source of images with masks. The classes include the background."""
 
     def __init__(self, first: int, size: int, num_classes: int, image_shape: tuple[int, int, int], seed: int) -> None:
+        super().__init__(first, size, num_classes, image_shape, seed)
         generator = torch.Generator().manual_seed(seed)
-        self.first, self.size, self.num_classes, self.image_shape, self.seed = (
-            first, size, num_classes, image_shape, seed,
-        )  # fmt: skip
         self.colours = torch.randint(128, (num_classes, image_shape[0]), generator=generator, dtype=torch.uint8)
         self.noise = torch.randint(128, (NOISES, *image_shape), generator=generator, dtype=torch.uint8)
 
-    def __len__(self) -> int:
-        return self.size
-
+    @override
     def fetch(self, indices: list[int]) -> Batch:
         """Build the samples at ``indices``: uint8 images (n, C, H, W), and masks of int64 (n, H, W)."""
         samples = [self._sample(index + self.first) for index in indices]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cnnstrategies.data.detection_source import DetectionDataset
-from cnnstrategies.data.small_sets import SyntheticDataModule
+from cnnstrategies.data.small_sets import GeneratedSource, SyntheticDataModule
 from cnnstrategies.runtime.seeds import mixed_seed
 
 KINDS = ("rectangle", "ellipse", "triangle", "cross")
@@ -50,34 +50,16 @@ class SyntheticDetectionDataModule(SyntheticDataModule):
         self.class_names = ["background", *KINDS[: num_classes - 1]]
         self.train_transform = self.eval_transform = nn.Identity()
 
+    @property
     @override
-    def setup(self, stage: str) -> None:
-        options = self.num_classes, self.image_shape, self.seed
-        self.train_source = BoxedShapes(0, self.num_samples, *options)
-        self.val_source = self.test_source = self.predict_source = BoxedShapes(
-            self.num_samples, self.num_samples // 10, *options
-        )
+    def source_class(self) -> type[GeneratedSource]:
+        return BoxedShapes
 
 
-class BoxedShapes:
-    """Source of images with shapes: ``size`` samples of an endless sequence, starting with sample number ``first``.
+class BoxedShapes(GeneratedSource):
+    """Source of images with shapes and their boxes. The classes include the background."""
 
-    Args:
-        first: Number of the first sample.
-        size: Number of samples.
-        num_classes: Number of classes, with the background.
-        image_shape: (C, H, W) of an image.
-        seed: Seed of the sequence.
-    """
-
-    def __init__(self, first: int, size: int, num_classes: int, image_shape: tuple[int, int, int], seed: int) -> None:
-        self.first, self.size, self.num_classes, self.image_shape, self.seed = (
-            first, size, num_classes, image_shape, seed,
-        )  # fmt: skip
-
-    def __len__(self) -> int:
-        return self.size
-
+    @override
     def fetch(self, indices: list[int]) -> Any:
         """Build the samples at ``indices``: a list of float32 images (C, H, W) in [0, 1], and a list of their targets.
 
