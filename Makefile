@@ -58,10 +58,12 @@ ifeq ($(PART)$(STRATEGY),1/1)
 endif
 
 # The callback Guard beside the same networks and modules, which must find nothing. Takes hours; PART as above.
+# CONTINUE=1 keeps results that an earlier run has written.
+CONTINUE ?=
 test-zoo-guard:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
-	CNNSTRATEGIES_ZOO_PART=$(PART) PYTHONPATH=tests/zoo $(ZOO_VENV)/bin/python -m pytest --numprocesses 2 \
-		--maxschedchunk 1 --timeout 1500 tests/zoo/alarms.py
+	CNNSTRATEGIES_ZOO_PART=$(PART) $(if $(CONTINUE),CNNSTRATEGIES_ZOO_CONTINUE=1) PYTHONPATH=tests/zoo \
+		$(ZOO_VENV)/bin/python -m pytest --numprocesses 2 --maxschedchunk 1 --timeout 600 tests/zoo/alarms.py
 
 # Programs as users write them under hybrid_pipeline, with all layouts, and more layouts of pipelines. Takes half an hour.
 test-cases: $(INSTALLED)

@@ -37,7 +37,9 @@ class KeepFindings(Callback):
         torch.save(self.guard.findings, self.folder / str(trainer.global_rank))
 
 
-def findings_of(program: Program, steps: int, devices: int = 2, every: int = EVERY) -> list[Finding]:
+def findings_of(
+    program: Program, steps: int, devices: int = 2, every: int = EVERY, seconds: float = SECONDS
+) -> list[Finding]:
     """Return the findings of all ranks, the earliest first, and findings before notes.
 
     Args:
@@ -45,6 +47,7 @@ def findings_of(program: Program, steps: int, devices: int = 2, every: int = EVE
         steps: Number of steps.
         devices: Number of ranks.
         every: Number of steps from one check to the next.
+        seconds: Time limit of the run.
 
     Raises:
         RuntimeError: The run fails.
@@ -83,14 +86,14 @@ def findings_of(program: Program, steps: int, devices: int = 2, every: int = EVE
                 trainer.fit(program.module, datamodule=program.data, ckpt_path=earlier, weights_only=False)
 
         if program.resume is not None:
-            run_in_fork(prepare, folder / "prepared")
-        run_in_fork(train, folder / "printed")
+            run_in_fork(prepare, folder / "prepared", seconds)
+        run_in_fork(train, folder / "printed", seconds)
         files = sorted((folder / "findings").iterdir())
         findings = [finding for file in files for finding in torch.load(file, weights_only=False)]
     return sorted(findings, key=lambda finding: (finding.is_note, finding.step))
 
 
-def run_in_fork(function: Callable[[], None], output: Path, seconds: float = SECONDS) -> None:
+def run_in_fork(function: Callable[[], None], output: Path, seconds: float) -> None:
     """Call a function in a forked process.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trac
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES
 
+T = TypeVar("T")
 RESULTS = Path(os.environ.get("CNNSTRATEGIES_ZOO", ROOT / "build/zoo"))
 CLASSES = 5
 
@@ -67,8 +68,8 @@ def this_code() -> str:
     return f"{time.strftime('%d %B %Y').lstrip('0')}, {commit}"
 
 
-def part_of(names: Iterable[str]) -> list[str]:
-    """Return one part of the names: with `CNNSTRATEGIES_ZOO_PART=3/10`, every tenth name from the third on."""
+def part_of(names: Iterable[T]) -> list[T]:
+    """Return one part of names or pairs: with `CNNSTRATEGIES_ZOO_PART=3/10`, every tenth from the third on."""
     part, parts = map(int, os.environ.get("CNNSTRATEGIES_ZOO_PART", "1/1").split("/"))
     return list(names)[part - 1 :: parts]
 
