@@ -9,6 +9,7 @@ from typing import Any
 
 from cnnstrategies.paramserver.coordinator.places import PLACE
 from cnnstrategies.paramserver.core.node import StateTable
+from cnnstrategies.paramserver.server.copies import HELD_SLICE
 from cnnstrategies.paramserver.server.decision import COMMON_STEP
 from cnnstrategies.paramserver.worker.registration import REGISTRATION
 
@@ -31,6 +32,12 @@ TABLES: list[tuple[StateTable[Any, Any], str, str]] = [
         "A common step on a server",
         "In the modes with common steps, each server has the leader's last decision. A decision about a later step "
         "begins that step.",
+    ),
+    (
+        HELD_SLICE,
+        "A slice on a server",
+        "Each server has a state for each slice that it holds. A primary sends whole copies to the servers with "
+        "backups, and then each update.",
     ),
 ]
 HEAD = """# States of the parameter server

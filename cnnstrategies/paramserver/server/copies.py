@@ -5,11 +5,12 @@ If a backup has missed an update, the primary sends the whole slice.
 """
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes, check_length, from_bytes
-from cnnstrategies.paramserver.core.node import Message
+from cnnstrategies.paramserver.core.node import Message, StateTable
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
     LARGEST_NUMBER,
@@ -26,6 +27,67 @@ from cnnstrategies.paramserver.slicing import holders
 from cnnstrategies.paramserver.specification import Options
 
 
+class SliceState(StrEnum):
+    """States of a slice on a server that holds it.
+
+    Attributes:
+        UNPLACED: This server is not a member of a view yet.
+        PRIMARY: This server is the slice's primary: it applies the workers' gradients, and replies to their pulls.
+        LACKING: This server has a backup without a whole copy from the current primary's process. Its values may differ
+            from the primary's values even if both have the same version, so updates are ignored.
+        COPIED: This server has a backup that began with a whole copy from the current primary's process.
+    """
+
+    UNPLACED = "unplaced"
+    PRIMARY = "primary"
+    LACKING = "lacking"
+    COPIED = "copied"
+
+
+class SliceEvent(StrEnum):
+    """Events that change the state of a slice on a server.
+
+    Attributes:
+        LEADS: In a new view this server is the slice's primary.
+        FOLLOWS: In a new view another process than before is the slice's primary.
+        STAYS: In a new view the same process as before is the slice's primary.
+        GETS_COPY: A whole copy from the primary has arrived.
+    """
+
+    LEADS = "leads"
+    FOLLOWS = "follows"
+    STAYS = "stays"
+    GETS_COPY = "gets copy"
+
+
+HELD_SLICE = StateTable(
+    "slice on a server",
+    SliceState.UNPLACED,
+    {
+        SliceState.UNPLACED: {
+            SliceEvent.LEADS: SliceState.PRIMARY,
+            SliceEvent.FOLLOWS: SliceState.LACKING,
+        },
+        SliceState.PRIMARY: {
+            SliceEvent.LEADS: SliceState.PRIMARY,
+            SliceEvent.FOLLOWS: SliceState.LACKING,
+        },
+        SliceState.LACKING: {
+            SliceEvent.LEADS: SliceState.PRIMARY,
+            SliceEvent.FOLLOWS: SliceState.LACKING,
+            SliceEvent.STAYS: SliceState.LACKING,
+            SliceEvent.GETS_COPY: SliceState.COPIED,
+        },
+        SliceState.COPIED: {
+            SliceEvent.LEADS: SliceState.PRIMARY,
+            SliceEvent.FOLLOWS: SliceState.LACKING,
+            SliceEvent.STAYS: SliceState.COPIED,
+            SliceEvent.GETS_COPY: SliceState.COPIED,
+        },
+    },
+)
+
+
 class Copies:
     """A server's exchange of copies with the other servers.
 
@@ -36,18 +98,14 @@ class Copies:
         self._server = server
         self._outbox = outbox
         self._store = store
+        self._states = dict.fromkeys(store.slices, HELD_SLICE.start)
         # By key: ids of the live servers that hold the slice; the first of them is the primary.
         self._holders: dict[int, Sequence[int]] = {}
-        # By key of a slice whose primary is this server: ids of the servers that hold the slice's backups.
-        self._backups: dict[int, Sequence[int]] = {}
         self._since: dict[int, int] = {}  # By server id: number of the first view with the server's current process.
         # By key and id of a backup's server: version of the slice that the backup's server has reported last.
         self._acknowledged: dict[tuple[int, int], int] = {}
         # Ids of servers that were started during training and do not have copies of all slices of this server yet.
         self._late: set[int] = set()
-        # By key of a slice that this server holds as a backup, if a whole copy has arrived: the process of the primary
-        # that sent the copy, as a pair that `_incarnation` returned.
-        self._copied: dict[int, tuple[int, int]] = {}
 
     def place(self, view: View) -> list[tuple[int, int]]:
         """Determine the primary and the backups of each slice in a new view.
@@ -56,29 +114,38 @@ class Copies:
         this id holds a backup of the slice, and needs a whole copy. At the start of the run all backups need copies,
         but :meth:`send` does nothing then, because the slices have no values yet.
         """
-        before = self._holders
+        before, primaries = self._holders, {key: self._incarnation(key) for key in self._store.slices}
         since = {server.id: server.since for server in view.servers}
         renewed = {server for server, first_view in since.items() if self._since.get(server, first_view) != first_view}
         self._since = since
         self._holders = {key: holders(slice_, view) for key, slice_ in self._store.slices.items()}
-        self._backups = {key: servers[1:] for key, servers in self._holders.items() if servers[:1] == [self._server]}
         needed = []
-        for key, backups in self._backups.items():
-            was_primary = before.get(key, [-1])[:1] == [self._server]
-            for backup in backups:
-                if not was_primary or backup not in before[key] or backup in renewed:
+        for key, state in self._states.items():
+            if self._server not in since:
+                continue
+            if self._primary(key) != self._server:
+                stays = self._incarnation(key) == primaries[key]
+                self._happen(key, SliceEvent.STAYS if stays else SliceEvent.FOLLOWS)
+                continue
+            self._happen(key, SliceEvent.LEADS)
+            for backup in self._backups(key):
+                if state != SliceState.PRIMARY or backup not in before[key] or backup in renewed:
                     self._acknowledged.pop((key, backup), None)
                     needed.append((key, backup))
         self._late |= {backup for _, backup in needed if 0 < view.begun < since[backup]}
         self._late &= since.keys()
-        self._copied = {
-            key: incarnation for key, incarnation in self._copied.items() if self._incarnation(key) == incarnation
-        }
         return needed
+
+    def _happen(self, key: int, event: SliceEvent) -> None:
+        self._states[key] = HELD_SLICE.after(self._states[key], event)
 
     def is_primary(self, key: int) -> bool:
         """Return whether this server is the primary of a slice."""
-        return key in self._backups
+        return self._states.get(key) == SliceState.PRIMARY
+
+    def _backups(self, key: int) -> Sequence[int]:
+        """Return the ids of the servers that hold the backups of a slice whose primary is this server."""
+        return self._holders[key][1:] if self.is_primary(key) else ()
 
     def _primary(self, key: int) -> int:
         """Return the id of the server that is a slice's primary. Return -1 if no live server holds the slice."""
@@ -105,7 +172,7 @@ class Copies:
         slices that it backs up for this primary. Returns False in all other cases.
         """
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
-        keys = [key for key, backups in self._backups.items() if backup in backups] if backup in self._late else []
+        keys = [key for key in self._states if backup in self._backups(key)] if backup in self._late else []
         filled = bool(keys) and all(self._acknowledged.get((key, backup), -1) >= 0 for key in keys)
         if filled:
             self._late.remove(backup)
@@ -116,7 +183,7 @@ class Copies:
 
         Workers may then receive values of this version, because the values survive the death of this server.
         """
-        return all(self._acknowledged.get((key, backup), -1) >= version for backup in self._backups.get(key, ()))
+        return all(self._acknowledged.get((key, backup), -1) >= version for backup in self._backups(key))
 
     # Methods for slices whose primary is this server
 
@@ -138,7 +205,7 @@ class Copies:
         """
         fields = {"absent": absent, **(self._store.decided or {"options": options})}
         payload = b"" if gradient is None else as_bytes(gradient)
-        for backup in self._backups.get(key, ()):
+        for backup in self._backups(key):
             self._outbox.to_server(
                 backup,
                 Kind.RELAY,
@@ -173,13 +240,13 @@ class Copies:
         known = b"" if changes is None else as_bytes(changes.known[key])
         # `join` copies the values. Without a copy, an update could change the values before the message is sent.
         payload = b"".join((pack_state(self._store.state(key)), known, self._store.memory[key]))
-        for backup in self._backups.get(key, ()) if backups is None else backups:
+        for backup in self._backups(key) if backups is None else backups:
             self._outbox.to_server(backup, Kind.COPY, payload, key=key, base=version, json=fields)
 
     def repeat_for(self, server: int) -> None:
         """Send copies and acknowledgements again to a server that has missed messages from this server."""
         for key in self._store.slices:
-            if server in self._backups.get(key, ()):
+            if server in self._backups(key):
                 self.send(key, [server])
             elif self._primary(key) == server and self._store.versions[key] >= 0:
                 self.acknowledge(key)
@@ -209,12 +276,9 @@ class Copies:
             payload, change = payload[:size], payload[size:]
             difference = changes.decoded(header.key, change)
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
-        # Without a whole copy from the current primary, the values here may differ from the primary's values, even if
-        # both have the same version. So the update is ignored.
-        if header.key not in self._copied:
-            return
         # If this backup has missed an update, it ignores later updates until the primary has sent a whole copy.
-        if self._store.versions[header.key] == header.weight - 1:
+        is_copied = self._states[header.key] == SliceState.COPIED
+        if is_copied and self._store.versions[header.key] == header.weight - 1:
             gradient = from_bytes(payload, slice_.dtype) if header.encoding == Encoding.DENSE else None
             self._store.apply(header.key, gradient, options, absent)
             if changes is not None:
@@ -247,7 +311,7 @@ class Copies:
         self._store.put(header.key, from_bytes(values[-slice_.nbytes :], slice_.dtype), header.base)
         if changes is not None:
             changes.take_over(header.key, from_bytes(values[: slice_.nbytes], slice_.dtype), lineage, behind)
-        self._copied[header.key] = self._incarnation(header.key)
+        self._happen(header.key, SliceEvent.GETS_COPY)
         self.acknowledge(header.key)
 
     def acknowledge(self, key: int) -> None:
@@ -255,5 +319,5 @@ class Copies:
         self._outbox.to_server(self._primary(key), Kind.ACKNOWLEDGE, key=key, base=self._store.versions[key])
 
     def _check_primary(self, server: int, key: int) -> None:
-        if key not in self._store.slices or self._primary(key) != server:
+        if self._states.get(key) not in (SliceState.LACKING, SliceState.COPIED) or self._primary(key) != server:
             raise OutdatedMessageError("the sender of the update or copy is not the slice's primary")
