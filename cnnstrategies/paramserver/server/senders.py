@@ -1,4 +1,4 @@
-"""Checks of the messages that a server receives, and the numbering of the messages that it sends.
+"""Checks of the messages that a server receives, times of messages, and the numbering of the messages that it sends.
 
 A server acts on a message only under these conditions: a member of the current view has sent the message; the message
 is not a replay; and in an encrypted run, the connection uses that member's key.
@@ -7,6 +7,8 @@ Messages between servers may be lost: a broken connection loses the messages tha
 messages from senders that have a newer view. The messages from one server to another are therefore numbered without
 gaps. Several times a second, server 0, for example, tells server 1 how many gaps it has found in server 1's messages.
 If the number has grown, server 1 sends its current state to server 0.
+
+This is a server's only record of when other processes were heard. The coordinator decides which processes are dead.
 """
 
 from collections import Counter
@@ -27,6 +29,8 @@ from cnnstrategies.paramserver.messages import (
 )
 
 PING_SECONDS = 0.2  # seconds between two pings to the other servers
+# If more seconds than this pass between two calls of a server's methods, the server's process was stopped meanwhile.
+STOPPED_SECONDS = 1.0
 # Largest number of times that a server sends its state again to another server between two pings. A repeated message
 # can be lost as well, which leaves a new gap. Without a limit, the number of messages could grow without bound.
 MOST_REPEATS = 8
@@ -40,14 +44,23 @@ _FROM_SERVERS = frozenset(
 
 
 class Senders:
-    """The members that may send messages to a server, and the numbers of the messages that have arrived.
+    """The members that may send messages to a server, the numbers of the messages that have arrived, and their times.
 
     Args:
+        server: Id of this server.
         encrypted: Whether the connections are encrypted.
+        timeout: The specification's `timeout`, in seconds.
     """
 
-    def __init__(self, encrypted: bool) -> None:
+    def __init__(self, server: int, encrypted: bool, timeout: float) -> None:
+        self._server = server
         self._encrypted = encrypted
+        self._heartbeat_seconds = min(1.0, timeout / 4)
+        self._stopped_seconds = min(STOPPED_SECONDS, timeout / 2)
+        self._now = 0.0
+        self._pinged = self._sent_heartbeats = 0.0
+        self._heard: dict[int, float] = {}  # By id of another server: time of the server's last message.
+        self._heard_workers: set[int] = set()  # ids of the workers that have sent a message since the last heartbeats
         self._view = View(-1, (), ())
         # The senders in these dictionaries are numbered as in `Header.sender`: a server's number is its id plus
         # `SERVER`. The number of the first view with a server's process serves as the server's incarnation.
@@ -62,7 +75,15 @@ class Senders:
         self._repeats: Counter[int] = Counter()
 
     def follow(self, view: View) -> None:
-        """Replace the list of members by the members of a new view."""
+        """Replace the list of members by the members of a new view. A new process of a server counts as heard now."""
+        before, since = (
+            {server.id: server.since for server in servers if server.id != self._server}
+            for servers in (self._view.servers, view.servers)
+        )
+        self._heard = {
+            server: self._heard.get(server, self._now) if before.get(server) == first_view else self._now
+            for server, first_view in since.items()
+        }
         self._view = view
         self._members = {worker.id: (worker.incarnation, worker.public_key) for worker in view.workers}
         self._members |= {SERVER + server.id: (server.since, server.public_key) for server in view.servers}
@@ -71,6 +92,43 @@ class Senders:
                 for numbers in (self._last, self._gaps, self._repaired):
                     numbers.pop(peer, None)
 
+    def pass_to(self, now: float) -> float:
+        """Record the current time. If this process was stopped, do not count the pause as silence of other processes.
+
+        The driver calls a server several times a second, so a long time between two calls shows that the process was
+        stopped.
+
+        Returns the seconds for which this process was stopped; 0 if it was not stopped.
+        """
+        passed, self._now = now - self._now, now
+        if passed <= self._stopped_seconds:
+            return 0.0
+        self._heard = {server: min(heard + passed, now) for server, heard in self._heard.items()}
+        return passed
+
+    def heartbeats_due(self) -> list[int]:
+        """Return the ids of the workers to which heartbeats must be sent now, and count them as sent.
+
+        They are the workers that have sent messages since the last heartbeats.
+        """
+        if self._now - self._sent_heartbeats <= self._heartbeat_seconds:
+            return []
+        self._sent_heartbeats = self._now
+        workers, self._heard_workers = self._heard_workers, set()
+        return list(workers)
+
+    def pings_due(self) -> list[int]:
+        """Return the ids of the servers to which pings must be sent now, and count them as sent."""
+        if self._now - self._pinged <= PING_SECONDS:
+            return []
+        self._pinged = self._now
+        self._repeats.clear()
+        return list(self._heard)
+
+    def silent(self, seconds: float) -> list[int]:
+        """Return the ids of the other servers of the view from which no message has arrived for this time."""
+        return [server for server, heard in self._heard.items() if heard < self._now - seconds]
+
     def _incarnation(self, peer: int) -> int | None:
         return self._members[peer][0] if peer in self._members else None
 
@@ -78,20 +136,8 @@ class Senders:
         """Return whether a public key belongs to a server or worker of the current view."""
         return any(key == public_key for _, public_key in self._members.values())
 
-    def shows_connection(self, header: Header, user: str) -> bool:
-        """Return whether a message proves that the connection from its sender works.
-
-        Even a message that :meth:`check` refuses can prove this, for example a message from a server with a newer view.
-
-        Args:
-            header: Header of the message.
-            user: Public key of the connection, if it is encrypted.
-        """
-        incarnation, key = self._members.get(header.sender, (None, ""))
-        return incarnation is not None and incarnation <= header.incarnation and (user == key or not self._encrypted)
-
     def check(self, header: Header, user: str) -> bool:
-        """Check that a member may send a message, and record the message's number.
+        """Check that a member may send a message, and record the message's number and time.
 
         Args:
             header: Header of the message.
@@ -104,11 +150,16 @@ class Senders:
         """
         is_server = header.sender >= SERVER
         incarnation, key = self._members.get(header.sender, (None, ""))
+        has_key = user == key or not self._encrypted
+        if is_server and has_key and incarnation is not None and incarnation <= header.incarnation:
+            # The message shows that the connection works, even if it is refused below because its sender has a newer
+            # view.
+            self._heard[header.sender - SERVER] = self._now
         if incarnation is None or (not is_server and incarnation != header.incarnation):
             raise OutdatedMessageError("the sender is not a member of the view")
         if is_server and not incarnation <= header.incarnation <= self._view.number:
             raise OutdatedMessageError("the sending server has a newer view, or was replaced")
-        if self._encrypted and user != key:
+        if not has_key:
             raise InvalidMessageError("the connection's key is not the sender's key")
         if header.kind not in (_FROM_SERVERS if is_server else _FROM_WORKERS):
             role = "server" if is_server else "worker"
@@ -117,6 +168,8 @@ class Senders:
         if header.sequence <= last:
             raise OutdatedMessageError("the message is a replay of an earlier message")
         self._last[header.sender] = incarnation, header.sequence
+        if not is_server:
+            self._heard_workers.add(header.sender)
         has_gap = is_server and header.sequence > last + 1
         if has_gap:
             self._gaps[header.sender] += 1
@@ -142,10 +195,6 @@ class Senders:
         self._repeats[server] += 1
         self._repaired[SERVER + server] = gaps
         return True
-
-    def reset_repeats(self) -> None:
-        """Set the counts of repetitions, which `MOST_REPEATS` limits, back to 0. Call this each time pings are sent."""
-        self._repeats.clear()
 
 
 class Outbox:

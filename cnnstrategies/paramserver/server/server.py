@@ -29,14 +29,11 @@ from cnnstrategies.paramserver.optimizers import check_options
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.pushes import Begin
-from cnnstrategies.paramserver.server.senders import PING_SECONDS, Outbox, Senders
+from cnnstrategies.paramserver.server.senders import Outbox, Senders
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.store import MemberKey, Store
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Options, Specification
-
-# If more seconds than this pass between two calls of a server's methods, the server's process was stopped meanwhile.
-STOPPED_SECONDS = 1.0
 
 
 class Server:
@@ -76,13 +73,7 @@ class Server:
         mode = self._synchronous or self._asynchronous
         assert mode is not None
         self.mode: Synchronous | Asynchronous = mode
-        self._senders = Senders(encrypted)
-        self._heartbeat_seconds = min(1.0, specification.timeout / 4)
-        self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 2)
-        self._now = 0.0
-        self._pinged = self._sent_heartbeats = 0.0
-        self._heard: dict[int, float] = {}  # By id of another server: time of the server's last message.
-        self._heard_workers: set[int] = set()  # ids of the workers that have sent a message since the last heartbeats
+        self._senders = Senders(id, encrypted, specification.timeout)
         self._text = b""  # the last received JSON text with hyperparameters
         self._options: Options = []  # the hyperparameters in that text
         self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
@@ -141,11 +132,6 @@ class Server:
                 # This server has just become the primary of more slices. Until now it has dropped the workers' messages
                 # about these slices, so the workers must repeat the messages.
                 self._outbox.ask_again(worker)
-        self._heard = {
-            server: self._heard.get(server, now) if before.get(server) == first_view else now
-            for server, first_view in since.items()
-            if server != self.id
-        }
         return self._outbox.take()
 
     def on_message(self, now: float, route: bytes, user: str, header: Header, payload: memoryview) -> Effects:
@@ -178,18 +164,12 @@ class Server:
         number also shows the receiver whether messages of this server were lost before the ping.
         """
         self._note_time(now)
-        if now - self._sent_heartbeats > self._heartbeat_seconds:
-            self._sent_heartbeats = now
+        for worker in self._senders.heartbeats_due():
             # While a worker sends a large amount of data, the replies to its other messages arrive late. Heartbeats
             # show the worker in the meantime that this server is alive.
-            for worker in self._heard_workers:
-                self._outbox.to_worker(worker, Kind.PING)
-            self._heard_workers.clear()
-        if now - self._pinged > PING_SECONDS:
-            self._pinged = now
-            self._senders.reset_repeats()
-            for server in self._heard:
-                self._outbox.to_server(server, Kind.PING, base=self._senders.gaps(server))
+            self._outbox.to_worker(worker, Kind.PING)
+        for server in self._senders.pings_due():
+            self._outbox.to_server(server, Kind.PING, base=self._senders.gaps(server))
         if self.mode.roll.expire(now):
             self.mode.proceed()
         return self._outbox.take()
@@ -227,16 +207,11 @@ class Server:
             InvalidMessageError: The sender may not send this message.
         """
         peer = header.sender & ~SERVER
-        if header.sender >= SERVER and self._senders.shows_connection(header, user):
-            # Any message from the other server shows that the connection works, even a message that is dropped below
-            # because its sender has a newer view.
-            self._heard[peer] = self._now
         has_gap = self._senders.check(header, user)
         if header.sender >= SERVER:
             if has_gap:
                 self._outbox.to_server(peer, Kind.PING, base=self._senders.gaps(peer))
             return peer
-        self._heard_workers.add(peer)
         before = self._outbox.routes.get(peer, route)
         self._outbox.routes[peer] = route
         if before != route:
@@ -262,16 +237,10 @@ class Server:
             self._synchronous.on_server_message(peer, header, fields_of(payload, header))
 
     def _note_time(self, now: float) -> None:
-        """Record the current time. If this process was stopped, do not count the pause as silence of other processes.
-
-        The driver calls the methods of this class several times a second, so a long time between two calls shows that
-        the process was stopped.
-        """
-        passed = now - self._now
-        self._now = now
-        if passed > self._stopped_seconds:
-            self._heard = {server: min(heard + passed, now) for server, heard in self._heard.items()}
-            self.mode.roll.extend(passed)
+        """Record the current time. Workers get more time for a roll call if this process was stopped."""
+        stopped = self._senders.pass_to(now)
+        if stopped:
+            self.mode.roll.extend(stopped)
 
     # Messages from workers
 
@@ -318,7 +287,9 @@ class Server:
             "lost": self._values_lost,
             "leader": self._synchronous is None or self._synchronous.leader == self.id,
             "asked": header.sequence,
-            "deaf": self._silent_servers(),
+            # Either the connections with these servers are broken, or the servers have registered but do not serve yet.
+            # They are not dead, because by this time a dead server has been removed from the view.
+            "deaf": self._senders.silent(self._specification.deaf_after),
             "held": request is not None,
         }
         # Keys of the slices whose push and pull the worker need not send again, because both have arrived here.
@@ -330,15 +301,6 @@ class Server:
         self._outbox.to_worker(
             worker, Kind.WELCOME, pack_keys(settled_keys), step=first_step, json=reply, encoding=Encoding.KEYS
         )
-
-    def _silent_servers(self) -> list[int]:
-        """Return the ids of servers from which no message has arrived for `Specification.deaf_after` seconds.
-
-        Either the connections with these servers are broken, or the servers have registered but do not serve yet. The
-        servers are not dead, because by this time a dead server has been removed from the view.
-        """
-        limit = self._now - self._specification.deaf_after
-        return [server for server, heard in self._heard.items() if heard < limit]
 
     @property
     def _values_lost(self) -> bool:
