@@ -15,10 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from cnnstrategies._torch_private import default_store
-from cnnstrategies.callbacks.host_clock import COMPUTE, HostClock, Waits
+from cnnstrategies.callbacks.host_clock import COMPUTE, Waits, host_clock
 from cnnstrategies.callbacks.slow_changes import STEPS, VALIDATION, SlowChange, SlowSteps, StepBlock, StepsEnded
 from cnnstrategies.callbacks.slow_lines import line_about, line_about_end
 from cnnstrategies.callbacks.step_blocks import StepBlocks, decode, encode
+from cnnstrategies.recording.clock import PartClock
 from cnnstrategies.runtime.waiting import report_forwards, unwatch, watch
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 from cnnstrategies.strategies.stopwatch import Stopwatch
@@ -95,7 +96,7 @@ class SlowLines(Callback):
     """
 
     def __init__(self) -> None:
-        self._clock: HostClock | None = None
+        self._clock: PartClock | None = None
         self._handles: list[RemovableHandle] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,8 +110,7 @@ class SlowLines(Callback):
         device = trainer.strategy.root_device
         facts = self._facts = facts_of(trainer.strategy)
         self._stopwatch = None if device.type == "cpu" else Stopwatch(device)
-        self._clock = HostClock(trainer.profiler, type(self).__name__)  # type: ignore[attr-defined]
-        trainer.profiler = self._clock  # type: ignore[attr-defined]
+        self._clock = host_clock(trainer, type(self).__name__)
         self._waits = Waits(self._clock, self._stopwatch)
         watch(self._waits)
         self._blocks = StepBlocks(self._clock, None if self._stopwatch is None else self._stopwatch.take)
@@ -134,15 +134,14 @@ class SlowLines(Callback):
         first = next((parameter for parameter in model.module.parameters() if parameter.requires_grad), None)
         if first is not None:  # Usually it gets its gradient last. Then DDP waits for the sums of the gradients.
             self._handles.append(first.register_post_accumulate_grad_hook(self._waits.hold))
-        if model.broadcast_buffers and [*model.buffers()]:
-            self._handles += report_forwards(model)
+        self._handles += report_forwards(model)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._clock is not None:
             self._end_batch()
             self._in_batch = True
-            self._clock.open(COMPUTE)
+            self._clock.begin(COMPUTE)
             if self._stopwatch is not None:
                 self._stopwatch.begin()
 
@@ -178,7 +177,7 @@ class SlowLines(Callback):
         assert self._clock is not None
         self._waits.release()
         if self._in_batch:
-            self._clock.close()
+            self._clock.end()
             self._in_batch = False
 
     def _print(self, trainer: Trainer, facts: StrategyFacts, event: SlowChange | StepsEnded) -> None:
@@ -194,13 +193,13 @@ class SlowLines(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._clock is not None and not self._in_validation:
             self._in_validation = True
-            self._clock.open(VALIDATION)
+            self._clock.begin(VALIDATION)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._clock is not None and self._in_validation:
             self._in_validation = False
-            self._clock.close()
+            self._clock.end()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -215,8 +214,7 @@ class SlowLines(Callback):
         if clock is not None:
             unwatch(self._waits)
             self._remove_hooks()
-            if trainer.profiler is clock:  # type: ignore[attr-defined]
-                trainer.profiler = clock.user  # type: ignore[attr-defined]
+            clock.remove(trainer)
 
     def _remove_hooks(self) -> None:
         while self._handles:

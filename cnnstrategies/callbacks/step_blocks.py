@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cnnstrategies.callbacks.host_clock import COMPUTE, DATA, REST, WAITED, HostClock
+from cnnstrategies.callbacks.host_clock import COMPUTE
 from cnnstrategies.callbacks.slow_changes import LONG, OUTSIDE, PARTS, STEPS, StepBlock, usual_of
+from cnnstrategies.recording.actions import CALLBACK
+from cnnstrategies.recording.clock import DATA, OTHER, WAITED, PartClock
 from cnnstrategies.runtime.records import parsed, printable
 from cnnstrategies.strategies.stopwatch import Measured
 
@@ -24,7 +26,7 @@ class StepBlocks:
             host's times are those of the device.
     """
 
-    def __init__(self, clock: HostClock, take: Callable[[], list[Measured]] | None) -> None:
+    def __init__(self, clock: PartClock, take: Callable[[], list[Measured]] | None) -> None:
         self._clock = clock
         self._take = take
         self._before: dict[str, float] = {}
@@ -37,7 +39,7 @@ class StepBlocks:
     def discard(self) -> None:
         """Discard the time since the last step."""
         self._clock.read()
-        self._before = {**self._clock.seconds, **self._clock.callbacks}
+        self._before = dict(self._clock.seconds)
 
     def end_step(self, step: int) -> StepBlock | None:
         """Count the time since the last step as a step. Return a block if it is complete.
@@ -53,16 +55,16 @@ class StepBlocks:
         self._steps["step"].append(sum(times.values()) - sum(times.get(name, 0.0) for name in OUTSIDE))
         self._steps[DATA].append(times.get(DATA, 0.0))
         if self._take is None:
-            for name in (COMPUTE, REST, WAITED):
-                self._steps[name].append(times.get(name, 0.0))
+            for name, part in (("compute", COMPUTE), ("rest", OTHER), ("waited", WAITED)):
+                self._steps[name].append(times.get(part, 0.0))
         else:
-            beside = sum(times[name] for name in self._clock.callbacks)
+            beside = sum(seconds for name, seconds in times.items() if name.startswith(CALLBACK))
             for measured in self._take():
                 self._steps[COMPUTE].append(max(0.0, measured.own - beside))
                 self._steps[WAITED].append(measured.waited)
         for name, seconds in times.items():
-            if seconds > LONG * self._usual and (name in OUTSIDE or name in self._clock.callbacks):
-                self._long.setdefault(printable(name, LONGEST), []).append(seconds)
+            if seconds > LONG * self._usual and (name in OUTSIDE or name.startswith(CALLBACK)):
+                self._long.setdefault(printable(name.removeprefix(CALLBACK), LONGEST), []).append(seconds)
         return self._block() if len(self._steps["step"]) == STEPS else None
 
     def _block(self) -> StepBlock:

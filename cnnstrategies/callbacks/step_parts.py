@@ -1,19 +1,18 @@
 """Parts of a training step under each strategy, and measurement of the time that each part takes."""
 
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import Profiler
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
 from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.recording.actions import LOADING
+from cnnstrategies.recording.clock import DATA, PartClock, WaitParts
 from cnnstrategies.runtime.waiting import only_starts, unwatch, watch
 from cnnstrategies.strategies.protocol import StepKind, facts_of
 from cnnstrategies.strategies.spatial.waits import ROWS, SHARE, SUMS, kind_of_wait
@@ -22,7 +21,7 @@ TOTAL = "step"
 # Keys: suffixes of the names of the actions that Lightning reports to its profiler. Values: parts of a step. Lightning
 # runs `training_step` and `backward` within `optimizer_step`; their time counts for forward and backward only.
 ACTIONS = {
-    "train_dataloader_next": "data",
+    LOADING: DATA,
     "batch_to_device": "transfer",
     "training_step": "forward",
     "backward": "backward",
@@ -96,126 +95,12 @@ PARTS: Mapping[StepKind, Parts] = {
 }
 
 
-class PartClock(Profiler):
-    """Profiler that measures the time of each part of a step. Parts may be nested.
-
-    The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time counts for the innermost
-    open part, or for ``other`` if no part is open. The strategy itself measures some parts, such as a worker's wait for
-    parameters. The time of such a part is subtracted from the open part. On an accelerator the device is synchronised
-    whenever a part begins or ends, so that the time of a kernel counts for the part that launched the kernel.
-
-    Args:
-        user: The trainer's profiler.
-        device: The rank's device.
-        part_of: Function that maps the name of a profiler action to a part of the step, or to None for an action that
-            belongs to no part.
-        inner: Function that returns the total time so far of each part that the strategy measures, in seconds.
-
-    Attributes:
-        seconds: Time of each part so far, in seconds.
-        running: Whether the clock is counting.
-        wanted: Whether the clock starts when the next batch is loaded.
-        open_parts: Names of the open parts, the innermost last.
-    """
-
-    def __init__(
-        self,
-        user: Profiler,
-        device: torch.device,
-        part_of: Callable[[str], str | None],
-        inner: Callable[[], Mapping[str, float]],
-    ) -> None:
-        super().__init__()
-        self.user = user
-        self.seconds: dict[str, float] = {}
-        self.running = self.wanted = False
-        self.open_parts: list[str] = []
-        self._device, self._part_of, self._inner = device, part_of, inner
-        self._mark = 0.0
-        self._inner_before: Mapping[str, float] = {}
+class _WaitsOfImageParts(WaitParts):
+    """Waits of ranks with parts of the same images."""
 
     @override
-    def start(self, action_name: str) -> None:
-        self.user.start(action_name)
-        if (part := self._part_of(action_name)) is not None:
-            if part == "data" and self.wanted and not self.running:
-                self.run()
-            self.begin(part)
-
-    @override
-    def stop(self, action_name: str) -> None:
-        if self._part_of(action_name) is not None:
-            self.end()
-        self.user.stop(action_name)
-
-    def run(self) -> None:
-        """Start counting the time of each part. Call this when no part is open."""
-        self.running = True
-        self.open_parts.clear()
-        self._mark = self._now()
-        self._inner_before = dict(self._inner())
-
-    def pause(self) -> None:
-        """Stop counting the time of each part, and discard the time since the last call of :meth:`read`."""
-        self.running = False
-
-    def read(self) -> None:
-        """Add the time since the last call of this method to the times of the parts."""
-        if self.running:
-            now = self._now()
-            passed = now - self._mark
-            self._mark = now
-            inner = dict(self._inner())
-            for name, seconds in inner.items():
-                since = seconds - self._inner_before.get(name, 0.0)
-                self._count(name, since)
-                passed -= since
-            self._inner_before = inner
-            self._count(self.open_parts[-1] if self.open_parts else "other", passed)
-
-    def begin(self, part: str) -> None:
-        """Open a part, which may lie within another open part. Time counts only for the innermost open part."""
-        self.read()
-        self.open_parts.append(part)
-
-    def end(self) -> None:
-        """Close the part that was opened last."""
-        self.read()
-        if self.open_parts:
-            self.open_parts.pop()
-
-    def _count(self, part: str, seconds: float) -> None:
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-
-    def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
-
-
-class WaitClock:
-    """WaitWatcher that makes the waits of ranks with parts of the same images parts of a step.
-
-    Args:
-        clock: The clock that counts the time of each part of a step.
-    """
-
-    def __init__(self, clock: PartClock) -> None:
-        self._clock = clock
-        self._is_open = False  # Whether the current wait has begun a part.
-
-    def begin_waiting(self, kind: str) -> None:
-        """Begin a part of the step."""
-        frame = sys._getframe(1)  # noqa: SLF001
-        if self._clock.running and not only_starts(frame):
-            self._is_open = True
-            self._clock.begin(kind_of_wait(frame) or "communication")
-
-    def end_waiting(self) -> None:
-        """End the part of the step."""
-        if self._is_open:
-            self._is_open = False
-            self._clock.end()
+    def part_of(self, frame: FrameType, kind: str) -> str | None:
+        return None if only_starts(frame) else kind_of_wait(frame) or "communication"
 
 
 class StepMeter:
@@ -256,10 +141,9 @@ class StepMeter:
             traffic = facts.traffic
             return self._engine if traffic is None else {"wait": traffic.seconds_waited}
 
-        user = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
-        self.clock = PartClock(user, strategy.root_device, part_of or self.parts.of, inner)
-        trainer.profiler = self.clock  # type: ignore[attr-defined]
-        self._waits = WaitClock(self.clock) if counts_waits and facts.step_kind == "parts" else None
+        self.clock = PartClock(part_of or self.parts.of, strategy.root_device, inner)
+        self.clock.install(trainer)
+        self._waits = _WaitsOfImageParts(self.clock) if counts_waits and facts.step_kind == "parts" else None
         self._watches = False
 
     def prepare(self) -> None:
@@ -304,13 +188,7 @@ class StepMeter:
 
     def remove(self, trainer: Trainer) -> None:
         """Restore the trainer's profiler and DDP's own measurements. The measured times are kept."""
-        self.clock.pause()
-        self.clock.wanted = False
-        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-        if profiler is self.clock:
-            trainer.profiler = self.clock.user  # type: ignore[attr-defined]
-        elif getattr(profiler, "user", None) is self.clock:  # Another clock has replaced this one since.
-            profiler.user = self.clock.user
+        self.clock.remove(trainer)
         if self.pipeline is not None and self._note in self.pipeline.watchers:
             self.pipeline.watchers.remove(self._note)
         if self._waits is not None:

@@ -159,11 +159,14 @@ def only_starts(frame: FrameType | None) -> bool:
     return False
 
 
-def report_forwards(model: DistributedDataParallel) -> tuple[RemovableHandle, ...]:
+def report_forwards(model: Any) -> tuple[RemovableHandle, ...]:
     """Report DDP's broadcast of buffers in each forward. Return handles that end the reports.
 
-    The wrapped module must be called through its ``__call__``, as DDP does.
+    The wrapped module must be called through its ``__call__``, as DDP does. There are no handles if the model is not
+    wrapped by DDP, or has no buffers.
     """
+    if not isinstance(model, DistributedDataParallel) or not model.broadcast_buffers or not [*model.buffers()]:
+        return ()
     return model.register_forward_pre_hook(_begin_forward), model.module.register_forward_pre_hook(_end_forward)
 
 

@@ -20,6 +20,7 @@ from cnnstrategies.callbacks import StepProfile, step_parts
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.worker.counters import Counters
+from cnnstrategies.recording import clock
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
@@ -45,7 +46,7 @@ def spend(monkeypatch):
     The parts of a step take the times in SPENT, and nothing else takes time.
     """
     now = [0.0]
-    monkeypatch.setattr(step_parts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def spend(seconds):
         now[0] += seconds

@@ -10,11 +10,10 @@ import yaml
 from conftest import ROOT
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.profilers import PassThroughProfiler
 from rich.console import Console
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.callbacks import Pruning, SampleWeights, step_parts
+from cnnstrategies.callbacks import Pruning, SampleWeights
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.scaling import command, probes, run
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
@@ -42,13 +41,13 @@ from cnnstrategies.planning.scaling.timeline import (
 from cnnstrategies.planning.tune.contest import CandidateResult
 from cnnstrategies.planning.tune.race import RaceVerdict
 from cnnstrategies.planning.tune.trial import FAILED, TrialError
+from cnnstrategies.recording import clock as clock_module
 
 PLANTED = """
 import time
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.loggers.logger import DummyLogger
 
 
@@ -208,8 +207,8 @@ def test_a_users_module_can_train_for_more_steps_than_configured(scaling, monkey
 @pytest.mark.light
 def test_waits_are_separated_from_a_ranks_own_work(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(step_parts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    clock = step_parts.PartClock(PassThroughProfiler(), torch.device("cpu"), lambda action: None, dict)
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = clock_module.PartClock(lambda action: None)
     recorder = TimelineRecorder(clock)
 
     def work(part, seconds):
@@ -308,7 +307,7 @@ def test_callbacks_that_users_cannot_leave_out_are_not_named_as_causes():
     callbacks = [SampleWeights(), Pruning(0.5), Own()]
     hidden = default_callbacks(callbacks, {"Pruning"})
     names = [part_of_hook(f"[Callback]{callback.state_key}.on_train_batch_end", hidden) for callback in callbacks]
-    assert names == [None, "callback Pruning", f"callback {Own.__qualname__}"]
+    assert names == [None, "callback Pruning", "callback Own"]
 
 
 @pytest.mark.light

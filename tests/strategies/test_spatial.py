@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
-from lightning.pytorch.profilers import PassThroughProfiler
 from parts_in_turn import on_parts
 from ranks import run_apart, run_ranks
 from spatial_programs import (
@@ -39,11 +38,11 @@ from whole_step_cases import CASES, Case
 from whole_step_cases.running import on_one_device, on_ranks, verdict
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.callbacks.step_parts import PartClock
 from cnnstrategies.commands.scaling.recorder import TimelineRecorder
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.placed.messages import DivergedError
 from cnnstrategies.planning.scaling.timeline import BATCH, ROWS, SUMS
+from cnnstrategies.recording.clock import PartClock
 from cnnstrategies.runtime.waiting import unwatch, watch
 from cnnstrategies.spatial import RowsTensor, SpatialParts
 from cnnstrategies.strategies import SpatialStrategy
@@ -445,7 +444,7 @@ class Stream(IterableDataset[Any]):
 
 def waits_of_a_step(groups: ImageGroups) -> list[str]:
     """Load a batch, and return the kinds of waits of a convolution and a mean, in the order of the first of each."""
-    clock = PartClock(PassThroughProfiler(), torch.device("cpu"), lambda action: None, dict)
+    clock = PartClock(lambda action: None)
     recorder = TimelineRecorder(clock)
     clock.run()
     watch(recorder)

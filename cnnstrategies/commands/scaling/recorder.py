@@ -1,6 +1,5 @@
 """Recording of a rank's timeline: its own work between collectives, and the time that it spends in each collective."""
 
-import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 import lightning
 import torch
 import torchmetrics
+from typing_extensions import override
 
 import cnnstrategies
-from cnnstrategies.callbacks.step_parts import PartClock
 from cnnstrategies.planning.scaling.timeline import (
     BARRIER,
     BATCH,
@@ -25,6 +24,7 @@ from cnnstrategies.planning.scaling.timeline import (
     SUMS,
     WAITING,
 )
+from cnnstrategies.recording.clock import PartClock, WaitParts
 from cnnstrategies.runtime.waiting import only_starts
 from cnnstrategies.strategies.spatial import waits
 from cnnstrategies.strategies.spatial.waits import kind_of_wait
@@ -68,7 +68,7 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
     return INTERNAL, ""
 
 
-class TimelineRecorder:
+class TimelineRecorder(WaitParts):
     """WaitWatcher of a rank's waits that records the rank's timeline.
 
     Args:
@@ -80,28 +80,28 @@ class TimelineRecorder:
     """
 
     def __init__(self, clock: PartClock) -> None:
+        super().__init__(clock)
         self.segments: list[dict[str, Any]] = []
-        self._clock = clock
         self._before: Mapping[str, float] = {}
         self._current: tuple[str, str] | None = None  # Kind and place of the collective in which the rank is.
 
-    def begin_waiting(self, kind: str) -> None:
-        """Begin a part of the step in which the rank is in a collective."""
-        frame = sys._getframe(1)  # noqa: SLF001
-        if self._clock.running and not only_starts(frame):
-            self._current = kind_and_place(frame, kind)
-            self._clock.begin(WAITING + self._current[0])
+    @override
+    def part_of(self, frame: FrameType, kind: str) -> str | None:
+        if only_starts(frame):
+            return None
+        self._current = kind_and_place(frame, kind)
+        return WAITING + self._current[0]
 
+    @override
     def end_waiting(self) -> None:
-        """End the part of the step in which the rank is in a collective."""
+        super().end_waiting()
         if self._current is not None:
-            self._clock.end()
             self._append(*self._current)
             self._current = None
 
     def end_backward(self) -> None:
         """Note that the gradients' all-reduce has ended with a backward pass. Its time is not known yet."""
-        self._clock.read()
+        self.clock.read()
         self._append(GRADIENTS, "")
 
     def end(self, visible: list[float]) -> None:
@@ -111,7 +111,7 @@ class TimelineRecorder:
             visible: Seconds of the gradients' all-reduces that do not overlap with the backward pass. If the last of
                 them are missing, their mean is used for the missing ones.
         """
-        self._clock.read()
+        self.clock.read()
         self._append("", "")
         mean = sum(visible) / max(1, len(visible))
         reduces = [segment for segment in self.segments if segment["collective"] == GRADIENTS]
@@ -121,7 +121,7 @@ class TimelineRecorder:
             segment["work"]["backward"] = max(0.0, segment["work"].get("backward", 0.0) - waited)
 
     def _append(self, kind: str, place: str) -> None:
-        now = dict(self._clock.seconds)
+        now = dict(self.clock.seconds)
         since = {name: seconds - self._before.get(name, 0.0) for name, seconds in now.items()}
         self._before = now
         waited = sum(seconds for name, seconds in since.items() if name.startswith(WAITING))

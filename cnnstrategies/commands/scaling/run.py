@@ -19,7 +19,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
@@ -32,9 +31,9 @@ from cnnstrategies.commands.scaling.probes import load_alone, one_sample, prefet
 from cnnstrategies.commands.scaling.recorder import TimelineRecorder
 from cnnstrategies.commands.tune.step_control import StepControl, TrialCLI, run_rank
 from cnnstrategies.models.samples import count_samples, samples_of
-from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.scaling.timeline import WAITING
 from cnnstrategies.planning.tune.trial import TRIAL
+from cnnstrategies.recording.actions import CALLBACK, LOGGER, callback_of
 from cnnstrategies.runtime.waiting import report_forwards, unwatch, watch
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -91,9 +90,7 @@ class ScalingControl(StepControl):
                 setattr(logger, name, self._counted(getattr(logger, name), LOGGER + type(logger).__name__))
         strategy: Any = trainer.strategy
         strategy.batch_to_device = self._enlarged(strategy.batch_to_device)
-        model = strategy.model
-        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers and [*model.buffers()]:
-            report_forwards(model)
+        report_forwards(strategy.model)
         super().on_train_start(trainer, pl_module)
 
     @override
@@ -299,10 +296,9 @@ def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
     Returns:
         The name of the part. None for a hook of a default callback, and for an action that is not a hook.
     """
-    owner, _, hook = action.rpartition(".")
-    if owner.startswith("[Callback]"):
-        name = owner.removeprefix("[Callback]").partition("{")[0]
+    if (name := callback_of(action)) is not None:
         return None if name in default_callbacks else CALLBACK + name
+    owner, _, hook = action.rpartition(".")
     if owner.startswith("[LightningModule]") and hook.startswith("on_") and "batch_transfer" not in hook:
         return f"{CALLBACK}{owner.removeprefix('[LightningModule]')}.{hook}"
     return None

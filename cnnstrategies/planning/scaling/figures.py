@@ -9,9 +9,6 @@ from cnnstrategies.planning.scaling.timeline import BATCH, ROWS, WAITING, Change
 from cnnstrategies.planning.tune.race import interval
 
 COMPUTE = ("forward", "backward", "optimizer")
-# Prefixes in the names of a step's parts. The name of a callback or logger follows the prefix, as in
-# "callback EarlyStopping".
-CALLBACK, LOGGER = "callback ", "logger "
 LEAST_GAIN = 1.05  # Smaller predicted gains are not reported.
 ERROR = 0.1  # Probability that a true speed-up or gain lies outside of its confidence interval.
 LARGER = 4  # Factor by which batches are enlarged to measure whether the batches are too small for a device.

@@ -7,19 +7,11 @@ from rich import box
 from rich.table import Table
 
 from cnnstrategies.planning.costs import digits
-from cnnstrategies.planning.scaling.figures import (
-    CALLBACK,
-    COMPUTE,
-    ERROR,
-    LOGGER,
-    MeasuredRun,
-    Measurements,
-    Rank,
-    ms,
-)
+from cnnstrategies.planning.scaling.figures import COMPUTE, ERROR, MeasuredRun, Measurements, Rank, ms
 from cnnstrategies.planning.scaling.reason import Reason
 from cnnstrategies.planning.scaling.timeline import BATCH, ROWS, SUMS, WAITING
 from cnnstrategies.planning.tune.race import interval
+from cnnstrategies.recording.actions import CALLBACK, LOGGER
 from cnnstrategies.runtime.whole_file import whole_file
 
 # If a sample's computing time with the most devices is more than this multiple of the time with the fewest devices, the

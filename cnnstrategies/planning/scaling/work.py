@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.costs import digits
-from cnnstrategies.planning.scaling.figures import CALLBACK, LEAST_GAIN, LOGGER, Measurements, ms
+from cnnstrategies.planning.scaling.figures import LEAST_GAIN, Measurements, ms
 from cnnstrategies.planning.scaling.reason import Reason
 from cnnstrategies.planning.scaling.timeline import WAITING, Change
+from cnnstrategies.recording.actions import CALLBACK, LOGGER
 
 MOST_WORKERS = 8  # Largest number of data loader workers that is recommended.
 USUAL_LOG_EVERY = 50  # Recommended number of steps from one logged step to the next; the default of Lightning.
