@@ -50,11 +50,11 @@ PART ?= 1/1
 STRATEGY ?=
 test-zoo:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
-	CNNSTRATEGIES_ZOO_PART=$(PART) CNNSTRATEGIES_ZOO_STRATEGY=$(STRATEGY) PYTHONPATH=tests/zoo \
+	CNNSTRATEGIES_ZOO_PART=$(PART) CNNSTRATEGIES_ZOO_STRATEGY=$(STRATEGY) \
 		$(ZOO_VENV)/bin/python -m pytest --numprocesses 2 --maxschedchunk 1 --timeout 1500 \
 		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/detectors.py tests/zoo/examples.py tests/zoo/stages.py tests/zoo/divided.py
 ifeq ($(PART)$(STRATEGY),1/1)
-	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
+	$(ZOO_VENV)/bin/python -m tests.zoo.table benchmarks/zoo.md
 endif
 
 # The callback Guard beside the same networks and modules, which must find nothing. Takes hours; PART as above.
@@ -62,7 +62,7 @@ endif
 CONTINUE ?=
 test-zoo-guard:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
-	CNNSTRATEGIES_ZOO_PART=$(PART) $(if $(CONTINUE),CNNSTRATEGIES_ZOO_CONTINUE=1) PYTHONPATH=tests/zoo \
+	CNNSTRATEGIES_ZOO_PART=$(PART) $(if $(CONTINUE),CNNSTRATEGIES_ZOO_CONTINUE=1) \
 		$(ZOO_VENV)/bin/python -m pytest --numprocesses 2 --maxschedchunk 1 --timeout 600 tests/zoo/alarms.py
 
 # Programs as users write them under hybrid_pipeline, with all layouts, and more layouts of pipelines. Takes half an hour.
@@ -78,7 +78,7 @@ test-optimizers:
 # The tests that need a machine with GPUs. Takes about 10 minutes, and writes the page. Without a GPU it is a rehearsal,
 # which takes half an hour on two cores.
 test-gpu: $(INSTALLED)
-	$(BIN)/python tests/gpu/run.py benchmarks/gpu.md
+	$(BIN)/python -m tests.gpu.run benchmarks/gpu.md
 
 # The tests with other random numbers, and with the instruction sets of older processors, as far as this one has them.
 test-portable: $(INSTALLED)
@@ -114,11 +114,11 @@ test-lowest:
 # Random layouts of pipelines, with ranks as threads. Takes about ten minutes.
 N ?= 2000
 fuzz-pipeline: $(INSTALLED)
-	$(BIN)/python tests/pipeline/random_layouts.py $(N)
+	$(BIN)/python -m tests.pipeline.random_layouts $(N)
 
 # Random layers on divided images, with ranks as threads. Takes about two minutes.
 fuzz-spatial: $(INSTALLED)
-	$(BIN)/python tests/spatial/random_layers.py $(N)
+	$(BIN)/python -m tests.spatial.random_layers $(N)
 
 # First the faulty versions in tests/mutants whose tests take long. Then mutmut makes more than a thousand small changes
 # to ten modules, and the changes that no test notices are printed. Takes some minutes; MODULE=data.sampling takes only
@@ -140,7 +140,7 @@ SEEDS ?= 300
 FIRST ?= 0
 PROCESSES ?= $(shell nproc)
 simulate: $(INSTALLED)
-	PYTHONPATH=tests/paramserver $(BIN)/python -m simulation.run --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
+	$(BIN)/python -m tests.paramserver.simulation.run --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
 
 # Runs of the command line under a parameter server. In each run one process is killed or stopped at a random moment. The
 # same number of runs uses connections that change bytes, break, fall silent or are slow. 200 runs of each kind take some

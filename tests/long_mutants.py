@@ -1,8 +1,9 @@
 """The faulty versions of the package whose tests take long; ``make mutants`` runs this file."""
 
 import pytest
-import test_mutants
-from mutants.faulty import MUTANTS, Mutant
+
+from tests import test_mutants
+from tests.mutants.faulty import MUTANTS, Mutant
 
 places = test_mutants.places  # A fixture.
 

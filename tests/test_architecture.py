@@ -16,10 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from lightning.pytorch import Callback, Trainer
-from simulation import traces
-from simulation.run import play
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,6 +28,9 @@ from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.worker.worker import WorkerRole
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.parameter_server.step import Stepper
+from tests.conftest import ROOT
+from tests.paramserver.simulation import traces
+from tests.paramserver.simulation.run import play
 
 PAGE = (ROOT / "docs/development/architecture.md").read_text()
 # The other numbers are those of today. They may fall, and do not rise.

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PlainCNN, in_fork, quiet_trainer
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.data import DigitsDataModule
+from tests.conftest import PlainCNN, quiet_trainer
+from tests.runner.forked import in_fork
 
 
 def train():

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import PlainCNN, quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -12,6 +11,7 @@ from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.commands.arguments.checkpoint_path import check_checkpoint
 from cnnstrategies.commands.run.start_from import FOUND, SameCheckpoint, checkpoint_of, find_checkpoint
 from cnnstrategies.data import DigitsDataModule
+from tests.conftest import PlainCNN, quiet_trainer
 
 RUNS = Path("runs/quickstart")
 

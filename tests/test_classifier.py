@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import PlainCNN, quiet_trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 
@@ -19,6 +18,7 @@ from cnnstrategies.models.class_weights import balanced_weights
 from cnnstrategies.models.logits import main_logits
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.pretrained import TRAINED_WITH
+from tests.conftest import PlainCNN, quiet_trainer
 
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731
 

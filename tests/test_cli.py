@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import panels
 import pytest
 import torch
 import yaml
-from conftest import ROOT
 from lightning.pytorch.cli import LightningCLI
 from PIL import Image
 from torch import nn
@@ -19,6 +17,8 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.cli import main
 from cnnstrategies.commands.run.lightning_cli import CLI, SavedConfiguration, leaves_out_classes
 from cnnstrategies.strategies.unfreezing import WrapsAgain
+from tests.conftest import ROOT
+from tests.runner import panels
 
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 
@@ -215,7 +215,7 @@ def test_images_are_preprocessed_as_a_pretrained_network_needs_them(monkeypatch,
         Image.new("RGB", (40, 40)).save(f"images/{name}/0.png")
     seen = []
     monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: seen.append(self.datamodule))
-    network = ["--model.network=test_cli.Trained", f"--model.network.init_args.pretrained={pretrained}"]
+    network = ["--model.network=tests.test_cli.Trained", f"--model.network.init_args.pretrained={pretrained}"]
     words = ["fit", "--trainer.accelerator=cpu", "--trainer.logger=false", *MODEL[:1], *network, *FOLDER]
     monkeypatch.setattr(sys, "argv", ["cnnstrategies", *words])
     main()

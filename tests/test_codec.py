@@ -98,12 +98,12 @@ def test_records_arrive_by_class_and_none_of_their_code_runs():
         ("os:system", ["echo hostile"]),
         ("builtins:list", [[1]]),
         ("pathlib:Path", ["x"]),
-        ("test_codec:CodecError", []),
-        ("test_codec:made.append", []),
-        ("test_codec:Box", [1]),
-        ("test_codec:Sample", ["a", [], 3]),
+        ("tests.test_codec:CodecError", []),
+        ("tests.test_codec:made.append", []),
+        ("tests.test_codec:Box", [1]),
+        ("tests.test_codec:Sample", ["a", [], 3]),
         ("collections:OrderedDict", [[1], 7]),
-        (["test_codec"], []),
+        (["tests.test_codec"], []),
     ],
 )
 def test_a_message_can_create_only_records(name, parts):

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
-from masked_images import write_masked_images
 from PIL import Image
 from torchvision.models import shufflenet_v2_x0_5
 
@@ -17,6 +15,8 @@ from cnnstrategies.cli import main
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.data.shards.encoding import EncodingOptions
 from cnnstrategies.data.shards.packing import pack
+from tests.conftest import ROOT
+from tests.masked_images import write_masked_images
 
 CONFIGS = ROOT / "configs"
 FILES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))

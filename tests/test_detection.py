@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torchmetrics.detection import MeanAveragePrecision
 from torchvision.models.detection import FCOS, FasterRCNN
@@ -33,6 +31,8 @@ from cnnstrategies.strategies.differences import differences_of_replicas
 from cnnstrategies.strategies.joined_parts import count_samples as count_of_part
 from cnnstrategies.strategies.joined_parts import join_parts
 from cnnstrategies.strategies.spatial.checks import check_module
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
 
 SIZE, CLASSES = 32, 3
 FIXED = {"min_size": SIZE, "max_size": SIZE}

@@ -1,7 +1,8 @@
 """The check of the order of messages finds orders that do not end, and messages that break NCCL's rules."""
 
 import pytest
-from device_order import END, P2P, READ, Message, check_order
+
+from tests.runner.device_order import END, P2P, READ, Message, check_order
 
 BOTH = frozenset({(0, 1), (1, 0)})
 SUM = Message("sum", "g", (0, 1))

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+
+from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 from check_site import faults

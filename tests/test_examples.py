@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
-from ports import free_port
 from torchvision.models import resnet18
 
 from cnnstrategies.data import ImageFolderDataModule
+from tests.conftest import ROOT
+from tests.runner.ports import free_port
 
 
 def run(script: Path, rank: int, world: int, port: int) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from asking_data import AskingData
-from loads_elsewhere import BARRED
 from safetensors.torch import load_model
 from torch import nn
 
@@ -20,6 +18,8 @@ from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.deploy import export
 from cnnstrategies.deploy.inference import images_of
 from cnnstrategies.networks import SmallCNN
+from tests.asking_data import AskingData
+from tests.loads_elsewhere import BARRED
 
 HERE = all(map(importlib.util.find_spec, export.NEEDS["onnx"]))
 SKIPPED = pytest.mark.skipif(not HERE, reason="onnx or onnxruntime is not installed")

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit
-from conftest import PlainCNN
 from lightning.pytorch import Trainer
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import DigitsDataModule
+from tests.cluster.processes_of import PYTHON, Program, fit
+from tests.conftest import PlainCNN
 
 MINE = """
 from torch import nn

@@ -1,13 +1,13 @@
 """The checks that `make test-gpu` runs on GPUs also run on a CPU, or on a simulated GPU, as a rehearsal."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from simulated_cuda import simulate
 from torch import Tensor, nn
+
+from tests.runner.ranks import run_ranks
+from tests.runner.simulated_cuda import simulate
 
 
 def small_network(batch_norm: bool) -> nn.Module:
@@ -21,7 +21,7 @@ def train_on_one_card() -> dict[str, Tensor]:
     variables = {"LOCAL_RANK": "0", "NODE_RANK": str(torch.distributed.get_rank()), "RANKS": "2"}
     os.environ |= {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with simulate():
-        import one_card  # Imported here, because the module asks for CUDA.
+        from tests.gpu import one_card  # Imported here, because the module asks for CUDA.
 
         one_card.BATCH, one_card.STEPS, one_card.SIZE = 4, 4, 16
         one_card.network = small_network
@@ -29,15 +29,14 @@ def train_on_one_card() -> dict[str, Tensor]:
         return one_card.train(*one_card.strategy_of("spatial", 2, case), case)
 
 
-def test_ranks_with_parts_of_images_train_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
+def test_ranks_with_parts_of_images_train_on_one_card() -> None:
     first, second = run_ranks(2, train_on_one_card)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.cluster
 def test_the_gpu_checks_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu import checks  # Imported here, in the test's forked process, because the module asks for CUDA.
+    from tests.gpu import checks  # Imported here, in the test's forked process, because the module asks for CUDA.
 
     if checks.ON_GPU:
         pytest.skip("there is a GPU: make test-gpu")

@@ -7,12 +7,12 @@ import subprocess
 import time
 
 import pytest
-from conftest import alive, run_forked
-from helper_program import STOPS, answer
 
 from cnnstrategies.runtime.helper_processes import shield_helpers, unshielded_start
 from cnnstrategies.runtime.processes import spawned_by_a_thread
 from cnnstrategies.runtime.stop_signals import acting_on
+from tests.helper_program import STOPS, answer
+from tests.runner.forked import alive, run_forked
 
 
 def check_ends_on_signal():

@@ -106,7 +106,7 @@ def test_the_card_of_a_run_with_the_default_precision_names_it(tmp_path):
 
 
 def test_a_users_module_trains_and_predicts_on_the_command_line(run_cli):
-    options = ["--model=test_inference.Own", "--data=SyntheticDataModule", "--data.num_samples=60"]
+    options = ["--model=tests.test_inference.Own", "--data=SyntheticDataModule", "--data.num_samples=60"]
     options += ["--data.image_size=8", "--data.num_classes=3", "--data.channels=1", "--trainer.accelerator=cpu"]
     options += ["--trainer.devices=1", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs"]
     code, output = run_cli("fit", *options, "--trainer.max_epochs=1")

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster.processes_of import PYTHON, Program, fit, wait_until
-from conftest import alive
-from fault_injection import fault_arguments
 from lightning.pytorch.strategies import DDPStrategy
 
 from cnnstrategies._lightning_private import MultiProcessingLauncher
 from cnnstrategies.commands.run.outcome import own_temporary_folder
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
+from tests.cluster.processes_of import PYTHON, Program, fit, wait_until
+from tests.runner.forked import alive
+from tests.strategies.fault_injection import fault_arguments
 
 STRATEGIES = ("ddp", "hybrid_pipeline", "parameter_server")
 # By the kind of end: arguments of the run, the signal that ends it, and the exit codes that may follow. Without "done"

@@ -7,12 +7,13 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import patience
 import pytest
-from mutants.faulty import MUTANTS, Mutant
+
+from tests.mutants.faulty import MUTANTS, Mutant
+from tests.runner import patience
 
 for file in sorted(Path(__file__).with_name("mutants").glob("*.py")):
-    importlib.import_module(f"mutants.{file.stem}")
+    importlib.import_module(f"tests.mutants.{file.stem}")
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, kill_group, quiet_trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.strategies.pickling import explain_pickling
+from tests.conftest import ROOT, quiet_trainer
+from tests.runner.forked import kill_group
 
 NOTEBOOK = ROOT / "docs/examples/notebook.ipynb"
 FORKING = [name for name, entry in StrategyRegistry.items() if entry["init_params"].get("start_method") == "fork"]

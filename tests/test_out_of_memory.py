@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_apart
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from cnnstrategies.commands.run.failures import explain_run_error
@@ -22,6 +21,7 @@ from cnnstrategies.runtime.out_of_memory import OutOfMemory, held_bytes, is_out_
 from cnnstrategies.runtime.processes import ended_by, one_refusal
 from cnnstrategies.strategies.failing import FailTogether, last_line
 from cnnstrategies.strategies.protocol import StrategyFacts
+from tests.runner.ranks import run_apart
 
 GIB = 2**30
 RECORD = OutOfMemory("rank 1", "host-b", 7, "3,200 MB", "2.9 GiB: activations 2.0 GiB", "use a smaller batch")

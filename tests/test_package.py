@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 import cnnstrategies
+from tests.conftest import ROOT
 
 
 def test_an_action_follows_the_import_of_a_module(monkeypatch):

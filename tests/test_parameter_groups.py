@@ -5,12 +5,12 @@ import math
 import pytest
 import timm
 import torch
-from conftest import PlainCNN
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.schedules import WarmupCosine
+from tests.conftest import PlainCNN
 
 
 def sgd(parameters):

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run_forked
 from lightning.pytorch import Trainer
 
 from cnnstrategies import ImageClassifier
@@ -20,6 +19,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.process_ids import is_ending
 from cnnstrategies.runtime.processes import ENDS_WITH, STARTER, end_with_parent, killed_rank, spawned_by_a_thread
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from tests.conftest import ROOT
+from tests.runner.forked import run_forked
 
 
 def ended():

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 import torch
-from asking_data import AskingData
-from conftest import in_fork, quiet_trainer
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
@@ -17,6 +15,9 @@ from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
 from cnnstrategies.data.without_run import give_trainer
 from cnnstrategies.deploy.quantize import accuracy, load_quantized, quantize
 from cnnstrategies.networks import SmallCNN
+from tests.asking_data import AskingData
+from tests.conftest import quiet_trainer
+from tests.runner.forked import in_fork
 
 
 def trained(path):

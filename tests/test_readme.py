@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+
+from tests.conftest import ROOT
 
 PREFIX = Path(sys.prefix)
 TREE = ("cli.py", "cnnstrategies", "configs", "Makefile", "pyproject.toml", "constraints.txt")

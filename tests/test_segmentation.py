@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from masked_images import write_masked_images
 from PIL import Image
 from torch import nn
 
@@ -20,6 +19,7 @@ from cnnstrategies.data import SegmentationFolderDataModule, SyntheticDataModule
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy import export, quantize
 from cnnstrategies.networks import UNet
+from tests.masked_images import write_masked_images
 
 
 class PlainUNet(nn.Module):
@@ -48,7 +48,7 @@ model:
   class_path: ImageSegmenter
   init_args:
     num_classes: 2
-    network: {class_path: test_segmentation.PlainUNet, init_args: {num_classes: 2}}
+    network: {class_path: tests.test_segmentation.PlainUNet, init_args: {num_classes: 2}}
     optimizer: {class_path: SGD, init_args: {lr: 0.3, momentum: 0.9}}
 data:
   class_path: SegmentationFolderDataModule

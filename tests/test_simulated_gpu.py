@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_cuda import simulate
-from simulated_gpu import DEVICE, MixedError
 from torch import Tensor, nn
+
+from tests.runner.simulated_cuda import simulate
+from tests.runner.simulated_gpu import DEVICE, MixedError
 
 HOST = torch.arange(6.0).reshape(2, 3)
 MASK = HOST > 2

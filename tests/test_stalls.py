@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from conftest import PlainCNN, quiet_trainer, run_forked
 from lightning.pytorch import Callback
-from ranks import run_started
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
@@ -28,6 +26,9 @@ from cnnstrategies.strategies import (
     ParameterServerStrategy,
     SpatialStrategy,
 )
+from tests.conftest import PlainCNN, quiet_trainer
+from tests.runner.forked import run_forked
+from tests.runner.ranks import run_started
 
 HOST = socket.gethostname()
 

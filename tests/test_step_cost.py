@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import quiet_trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -26,6 +25,7 @@ from cnnstrategies.commands.run.trainer import all_callbacks
 from cnnstrategies.commands.scaling.run import HostReads
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
+from tests.conftest import quiet_trainer
 
 BATCHES, EVERY = 9, 4
 OURS = (EpochMetrics, FirstBatch, FromConfiguration, GracefulStop, SamplesPerSecond, SampleWeights, TrainingSummary)

@@ -9,8 +9,6 @@ import sys
 import time
 
 import pytest
-from conftest import run_forked
-from patience import at_most
 
 from cnnstrategies.runtime import stop_signals
 from cnnstrategies.runtime.stop_signals import (
@@ -23,6 +21,8 @@ from cnnstrategies.runtime.stop_signals import (
     raise_if_interrupted,
     settle,
 )
+from tests.runner.forked import run_forked
+from tests.runner.patience import at_most
 
 FORKED = """
 import os, signal, time

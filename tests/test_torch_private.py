@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ports import free_port
-from ranks import run_apart
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR
@@ -31,6 +29,8 @@ from cnnstrategies._torch_private import (
 from cnnstrategies.paramserver import process_group
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.runner import Operations
+from tests.runner.ports import free_port
+from tests.runner.ranks import run_apart
 
 
 def step(rank, store):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed import barrier  # A user's module may import the functions before there is a watcher.
 from torch.nn.parallel import DistributedDataParallel
 
 from cnnstrategies._torch_private import COLLECTIVES
 from cnnstrategies.runtime.waiting import report_forwards, unwatch, waiting, watch
+from tests.runner.ranks import run_ranks
 
 
 class Arrivals:

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+
+from tests.conftest import ROOT
 
 CHECK = ROOT / "docs/development/check_words.py"
 SAMPLE = ROOT / "docs/development/sample_words.py"

@@ -26,27 +26,27 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SIMULATED = ("cnnstrategies.paramserver", "simulation")
-BESIDE = ROOT / "tests" / "paramserver"  # Where the simulator lies.
+SIMULATOR = "tests.paramserver.simulation"
+SIMULATED = ("cnnstrategies.paramserver", SIMULATOR)
 FIRST = 600_000  # Its seeds are none that the code was developed with.
 KEPT = HERE / "long_run.json"
 # What looks at the runs, and has no part in them but that `data.watch` says whether a step was begun.
-CHECKS = [f"simulation.{name}" for name in ("invariants", "data.checks", "data.watch")]
+CHECKS = [f"{SIMULATOR}.{name}" for name in ("invariants", "data.checks", "data.watch")]
 
 
 def sources(names: list[str]) -> str:
     """The digest of modules' source files."""
     digest = hashlib.sha256()
     for name in names:
-        paths = [folder.joinpath(*name.split(".")) for folder in (ROOT, BESIDE)]
-        files = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths]
-        digest.update(name.encode() + next((file.read_bytes() for file in files if file.exists()), b"no file"))
+        path = ROOT.joinpath(*name.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        digest.update(name.encode() + (file.read_bytes() if file.exists() else b"no file"))
     return digest.hexdigest()[:16]
 
 
 def run(seeds: int, minutes: float, kept: dict[str, Any]) -> None:
     """Run seeds until there are enough or the time is over, and note what came of them."""
-    from simulation.run import PLANES, results
+    from tests.paramserver.simulation.run import PLANES, results
 
     begun, noted, done, worked = time.monotonic(), 0.0, 0, 0.0
     counts = {plane: Counter(kept["counts"].get(plane, {})) for plane in PLANES}
@@ -76,7 +76,7 @@ def run(seeds: int, minutes: float, kept: dict[str, Any]) -> None:
 
 def again(kept: dict[str, Any]) -> None:
     """Try the seeds again in which something was found."""
-    from simulation.run import PLANES, simulate_all
+    from tests.paramserver.simulation.run import PLANES, simulate_all
 
     for seed in list(kept["failed"]):
         failures = simulate_all(list(PLANES), range(seed, seed + 1)).failures
@@ -142,7 +142,7 @@ def main() -> None:
         kept = {"code": code, "sittings": [], "failed": [], "alarms": [], "counts": {}}
     kept["checks"] = checks
     left = arguments.seeds - sum(sitting["seeds"] for sitting in kept["sittings"])
-    sys.path.append(str(BESIDE))
+    sys.path.append(str(ROOT))
     again(kept)
     if left > 0:
         run(arguments.seeds, arguments.minutes, kept)
@@ -151,8 +151,8 @@ def main() -> None:
 
 NAMES = f"""
 import json, sys
-sys.path.append({str(BESIDE)!r})
-from simulation.run import PLANES
+sys.path.append({str(ROOT)!r})
+from tests.paramserver.simulation.run import PLANES
 for simulate in PLANES.values():
     simulate(0)
 print(json.dumps(sorted(name for name in sys.modules if name.startswith({SIMULATED!r}))))

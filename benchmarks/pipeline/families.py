@@ -33,16 +33,14 @@ from ranks import machine, report
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/zoo"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/pipeline"))
-
-from catalogue import TIMM, TORCHVISION, by_name
-from stages_in_turn import train_in_stages
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.node_uses import ordered_nodes, state_names
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
+from tests.pipeline.stages_in_turn import train_in_stages
+from tests.zoo.catalogue import TIMM, TORCHVISION, by_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build/families"

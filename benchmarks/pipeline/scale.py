@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/pipeline"))
-
-from rank_threads import World, divided_once
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from cnnstrategies.pipeline.engine import Pipeline
+from tests.pipeline.rank_threads import World, divided_once
 
 STEPS = 3
 

@@ -17,10 +17,9 @@ from bench import HERE, ROOT
 from pieces import Pieces, parser
 from ranks import report
 
-sys.path.append(str(ROOT / "tests" / "planning"))
-from random_graphs import excess, random_question, random_question_on_machines
-
+sys.path.append(str(ROOT))
 from cnnstrategies.planning import partition
+from tests.planning.random_graphs import excess, random_question, random_question_on_machines
 
 LOCAL = ", by local search"
 GRAPHS = {"2 to 4 devices": (random_question, 19, 100), "two machines of 4": (random_question_on_machines, 10, 10)}

@@ -18,10 +18,9 @@ from bench import HERE, ROOT
 from pieces import Pieces, parser
 from ranks import report
 
-sys.path.append(str(ROOT / "tests" / "planning"))
-from random_graphs import best_of_all, random_question, with_unequal_memories
-
+sys.path.append(str(ROOT))
 from cnnstrategies.planning import partition
+from tests.planning.random_graphs import best_of_all, random_question, with_unequal_memories
 
 PIECES, GRAPHS = 15, 100
 LAYOUTS = {"all layouts": 800, "by local search": 0}

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("tests/zoo", "tests/spatial", "tests/placed", "benchmarks/pipeline")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks/pipeline")]
 
-from divided_networks import COLUMNS, NETWORKS, ROWS  # noqa: E402
-from divided_step import CALM_TERM, COUNTS, SAMPLES, SEEDS, compare  # noqa: E402
 from ranks import report  # noqa: E402
+
+from tests.zoo.divided_networks import COLUMNS, NETWORKS, ROWS  # noqa: E402
+from tests.zoo.divided_step import CALM_TERM, COUNTS, SAMPLES, SEEDS, compare  # noqa: E402
 
 RESULTS = ROOT / "build/divided"
 PACKAGES = ("torch", "timm", "torchvision", "segmentation-models-pytorch", "torchgeo", "torch-uncertainty")

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import panels
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PlainCNN, quiet_trainer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 
@@ -15,6 +13,8 @@ from cnnstrategies.callbacks import BestCheckpoint, TrainingSummary
 from cnnstrategies.callbacks.summary import choose_panels, draw_curves
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.models.metric_names import worth_showing
+from tests.conftest import PlainCNN, quiet_trainer
+from tests.runner import panels
 
 
 class Lit(LightningModule):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import (
@@ -22,6 +21,7 @@ from torch.utils.data import default_collate as collate
 
 from cnnstrategies.callbacks import FirstBatch, first_batch
 from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
+from tests.conftest import quiet_trainer
 
 STRATEGIES = {
     "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),

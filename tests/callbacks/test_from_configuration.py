@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_fork, quiet_trainer
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim.lr_scheduler import (
@@ -23,6 +22,8 @@ from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import FromConfiguration
 from cnnstrategies.schedules import WarmupCosine
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from tests.conftest import quiet_trainer
+from tests.runner.forked import in_fork
 
 SAVED = 4  # Number of steps before the checkpoint: one epoch.
 

@@ -16,9 +16,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, environment, fit
-from conftest import PlainCNN, alive, kill_group, quiet_trainer
-from digit_commands import served
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,6 +24,10 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.strategies.protocol import StrategyFacts
+from tests.cluster.processes_of import PYTHON, Program, environment, fit
+from tests.conftest import PlainCNN, quiet_trainer
+from tests.runner.forked import alive, kill_group
+from tests.strategies.digit_commands import served
 
 pytestmark = pytest.mark.warm
 
@@ -191,7 +192,7 @@ STRATEGIES = {
 )
 def test_no_strategy_stops_within_an_accumulation(monkeypatch, run_cli, quick, name):
     monkeypatch.setattr(graceful_stop, "CHECK_SECONDS", ONCE_AN_EPOCH)
-    warned = ["--trainer.callbacks+=test_graceful_stop.Warned", "--trainer.callbacks.init_args.step=2"]
+    warned = ["--trainer.callbacks+=tests.callbacks.test_graceful_stop.Warned", "--trainer.callbacks.init_args.step=2"]
     warned += ["--trainer.callbacks.init_args.signum=SIGTERM", "--stop.grace=100"]
     few = ["--trainer.limit_train_batches=7", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1000"]
     few += ["--trainer.accumulate_grad_batches=3"]

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from ranks import run_apart
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
@@ -26,6 +24,8 @@ from cnnstrategies.callbacks.guarded_run import applied_checks
 from cnnstrategies.guarding.findings import Finding
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
 from cnnstrategies.strategies.protocol import facts_of
+from tests.conftest import ROOT, quiet_trainer
+from tests.runner.ranks import run_apart
 
 sys.path.append(str(ROOT / "benchmarks" / "guard"))
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quiet_trainer
 from lightning.pytorch import Callback
-from ranks import run_apart
-from test_guard import Small, images, train
 from torch import nn
 
 from cnnstrategies.callbacks import Guard
 from cnnstrategies.guarding.calls import ScheduleHistory, ScheduleState
+from tests.callbacks.test_guard import Small, images, train
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart
 
 
 class Scheduled(Small):

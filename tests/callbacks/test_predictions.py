@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch import LightningDataModule
 from PIL import Image
-from ranks import run_ranks
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import PredictionWriter, predictions
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.data.image_folder import images_of_folder
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_ranks
 
 
 class Strategy:

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import quiet_trainer
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
@@ -15,6 +14,7 @@ from cnnstrategies.callbacks import Pruning
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import ParameterServerStrategy
+from tests.conftest import quiet_trainer
 
 
 def classifier(network=None):

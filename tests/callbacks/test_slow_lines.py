@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PlainCNN, quiet_trainer, run_forked
 from lightning.pytorch import Callback
-from ranks import run_started
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,6 +22,9 @@ from cnnstrategies.callbacks.slow_steps import BlockExchange
 from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.strategies import HybridPipelineStrategy, SpatialStrategy
+from tests.conftest import PlainCNN, quiet_trainer
+from tests.runner.forked import run_forked
+from tests.runner.ranks import run_started
 
 CALM, AFTER = 40, 9  # Numbers of blocks before and after a planted change.
 

@@ -4,10 +4,8 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 
-import panels
 import pytest
 import torch
-from conftest import quiet_trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,6 +23,8 @@ from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.strategies import CompressedDDPStrategy
 from cnnstrategies.strategies.predicted_memory import PredictedMemory, predicted_memory
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
+from tests.conftest import quiet_trainer
+from tests.runner import panels
 
 WHOLE = sum(parameter.numel() for parameter in SmallCNN(10, widths=[32, 64]).parameters())
 HYBRID = [

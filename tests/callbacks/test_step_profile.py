@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import quiet_trainer
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
@@ -23,6 +22,7 @@ from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.recording import clock
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
+from tests.conftest import quiet_trainer
 
 
 def fit(*callbacks, model, **options):

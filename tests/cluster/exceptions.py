@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.processes_of import fit
-from fault_injection import fault_arguments
+from tests.cluster.processes_of import fit
+from tests.strategies.fault_injection import fault_arguments
 
 BOOM = "AssertionError: no process nobody"
 
@@ -63,4 +63,4 @@ def failing_runs(*runs: Failing) -> list[tuple[str, list[str], list[str]]]:
 
 def several_runs(*runs: tuple[str, list[str], list[str]]) -> list[str]:
     """Return the arguments after the interpreter for a launcher that starts the runs, one after the other."""
-    return ["-m", "cluster.several_runs", json.dumps(runs)]
+    return ["-m", "tests.cluster.several_runs", json.dumps(runs)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.processes_of import dropped, wait_until
+from tests.cluster.processes_of import dropped, wait_until
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # linux/sched.h
 MS_REC, MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h

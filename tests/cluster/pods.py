@@ -1,7 +1,7 @@
 """A simulated pod on this machine: a host on which the pod's volumes are mounted and its command runs unchanged.
 
 There are no containers: pods share this machine's file system and process ids. ``python`` in a pod starts warm; see
-tests/warm.py.
+tests/runner/warm.py.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import warm
-from cluster.hosts import Network, bind
-from conftest import ROOT
+from tests.cluster.hosts import Network, bind
+from tests.conftest import ROOT
+from tests.runner import warm
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 # The pod's `python`. It sends its arguments to the pod's first process, which has imported everything and starts the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from conftest import ROOT
+from tests.conftest import ROOT
 
 T = TypeVar("T")
 PYTHON = sys.executable

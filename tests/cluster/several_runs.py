@@ -1,4 +1,6 @@
-"""A program for launchers that trains several times, one run after the other: ``python -m cluster.several_runs RUNS``.
+"""A program for launchers that trains several times, one run after the other.
+
+Run ``python -m tests.cluster.several_runs RUNS``.
 
 A launcher's start takes several seconds on each rank, most of them for imports. Here each run is forked after the
 imports. RUNS is a list in JSON: each run's name, its arguments after the interpreter, and a list of files, of which
@@ -17,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401
-import warm
 
 import cnnstrategies.commands.run.lightning_cli
 import cnnstrategies.strategies  # noqa: F401
+from tests.runner import warm
 
 
 def wait_for(files: Sequence[str]) -> None:

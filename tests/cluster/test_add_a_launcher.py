@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
 from lightning.pytorch import Trainer
 
 from cnnstrategies import cli
@@ -17,6 +16,7 @@ from cnnstrategies.cluster.launchers import registry
 from cnnstrategies.cluster.run_folder import find_run
 from cnnstrategies.cluster.submission import Submission
 from cnnstrategies.errors import ConfigurationError
+from tests.conftest import ROOT
 
 PAGE = ROOT / "docs/development/add-a-launcher.md"
 RANK = {"TOY_JOB": "17", "TOY_RANK": "3", "TOY_SIZE": "4", "TOY_LOCAL_RANK": "1", "TOY_LOCAL_SIZE": "2"}

@@ -10,8 +10,6 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
-from cluster.hosts import bind, missing, two_hosts
-from ports import free_port
 
 from cnnstrategies.cli import main
 from cnnstrategies.cluster import doctor
@@ -19,6 +17,8 @@ from cnnstrategies.cluster.doctor import HostReport, examine_alone
 from cnnstrategies.commands import doctor as command
 from cnnstrategies.planning.devices import read_devices
 from cnnstrategies.runtime.host_memory import host_memory
+from tests.cluster.hosts import bind, missing, two_hosts
+from tests.runner.ports import free_port
 
 reason = missing()
 

@@ -4,7 +4,6 @@ import os
 from fnmatch import fnmatch
 
 import pytest
-from conftest import quiet_trainer
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
@@ -14,6 +13,7 @@ from cnnstrategies.cluster.environment import DoctorPlace, check_world, environm
 from cnnstrategies.cluster.launched_environment import LaunchedEnvironment
 from cnnstrategies.cluster.launchers import detected, launcher_named, launchers, process_number, rank_launcher
 from cnnstrategies.data import SyntheticDataModule
+from tests.conftest import quiet_trainer
 
 SLURM = {
     "SLURM_NTASKS": "1",

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import warm
-from cluster.hosts import Network, Run, missing, two_hosts
-from cluster.processes_of import wait_until
-from conftest import ROOT
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cnnstrategies.cli import main
+from tests.cluster.hosts import Network, Run, missing, two_hosts
+from tests.cluster.processes_of import wait_until
+from tests.conftest import ROOT
+from tests.runner import warm
 
 reason = missing()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -36,7 +36,7 @@ def train(hosts: Network, node: int, *arguments: str, address: str = "alpha", po
 
     def run() -> None:
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
-        os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+        os.environ["PYTHONPATH"] = str(ROOT)
         warm.install()  # The program may start itself again for each rank; this helper is on the same host.
         sys.argv = [
             *(str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
@@ -92,7 +92,7 @@ def test_a_node_with_combined_pushes_survives_the_death_of_its_first_rank(hosts:
         "--trainer.strategy=ParameterServerStrategy",
         *(f"{SERVER}.timeout=10", f"{SERVER}.combine_per_node=true", f"{SERVER}.security=none"),
         *("--trainer.devices=2", "--trainer.max_epochs=2", "--trainer.limit_train_batches=15"),
-        "--trainer.callbacks+=cluster.test_hosts.Dies",
+        "--trainer.callbacks+=tests.cluster.test_hosts.Dies",
     ]
     runs = [train(hosts, node, *arguments) for node in (0, 1)]
     codes = [run.wait() for run in runs]

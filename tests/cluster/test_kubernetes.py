@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
 
 from cnnstrategies.cluster import kubernetes
 from cnnstrategies.cluster.job import Size
@@ -22,6 +21,7 @@ from cnnstrategies.cluster.kubernetes_fields import FIELDS
 from cnnstrategies.cluster.launchers.kubernetes import create
 from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.errors import ConfigurationError
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.light
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import PlainCNN
 from lightning.pytorch import Callback, LightningModule, Trainer
-from ranks import run_started
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.cluster.rendezvous import MET, ranks_meet
 from cnnstrategies.cluster.stores import SERVED
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import PlainCNN
+from tests.runner.ranks import run_started
 
 LISTENS = "0A"  # linux/tcp_states.h
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -67,7 +67,11 @@ def test_a_run_of_the_command_line_listens_on_the_loopback_only(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # Otherwise Lightning would start pytest again.
-    short = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.callbacks+=test_loopback.Listening"]
+    short = [
+        "--trainer.max_steps=1",
+        "--trainer.limit_val_batches=0",
+        "--trainer.callbacks+=tests.cluster.test_loopback.Listening",
+    ]
     code, output = run_cli("fit", *quick, f"--trainer.strategy={strategy}", *short, "--checkpoint.monitor=null")
     assert code == 0, output
     check()

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.exceptions import KILLED, Failing, failing_runs, several_runs
-from cluster.hosts import Network, missing, two_hosts
-from cluster.processes_of import PYTHON, Program, environment, fit
-from conftest import ROOT
-from fault_injection import PAUSES, fault_arguments
+
+from tests.cluster.exceptions import KILLED, Failing, failing_runs, several_runs
+from tests.cluster.hosts import Network, missing, two_hosts
+from tests.cluster.processes_of import PYTHON, Program, environment, fit
+from tests.conftest import ROOT
+from tests.strategies.fault_injection import PAUSES, fault_arguments
 
 pytestmark = pytest.mark.cluster
 
 SSHD = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
 # Containers often forbid the system call with which Open MPI reads another process's memory.
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none")
-PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests/strategies'}"  # For programs that use `fault_injection`.
+PATH = str(ROOT)  # For programs that use `fault_injection`.
 NO_MPICH = "MPICH's mpiexec.hydra is not installed (pip install '.[mpich]', Debian: apt-get install mpich)"
 HYDRA = shutil.which("mpiexec.hydra") or shutil.which("mpiexec.hydra", path=Path(PYTHON).parent)
 
@@ -109,7 +110,7 @@ def test_an_exception_ends_all_ranks_of_mpirun(tmp_path: Path) -> None:
     """The exception's own line is the last line, before mpirun's own report."""
     *before, last = [Failing("hybrid_pipeline", None), Failing("parameter_server", None), Failing("ddp", 1)]
     words = [*MPIRUN, "-n", "2", PYTHON, *several_runs(*failing_runs(*before, last))]
-    program = Program(words, tmp_path / "log", PYTHONPATH=f"{PATH}{os.pathsep}{ROOT / 'tests'}")
+    program = Program(words, tmp_path / "log", PYTHONPATH=PATH)
     code = program.wait(300)
     ours, _, _ = program.output().partition("-----")
     last.check(ours.strip(), [str(code)])

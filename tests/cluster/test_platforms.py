@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from cluster.processes_of import PYTHON, Program, fit
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from ports import free_port
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.cluster import claimed_processes
@@ -17,6 +15,8 @@ from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.environment import environment_plugins, find_place
 from cnnstrategies.cluster.launched_environment import LaunchedEnvironment
 from cnnstrategies.cluster.launchers import CHECKED, adopt, launcher_named, launchers, rank_launcher, sagemaker
+from tests.cluster.processes_of import PYTHON, Program, fit
+from tests.runner.ports import free_port
 
 MAIN = {"MASTER_ADDR": "alpha", "MASTER_PORT": "23456"}
 POOLS = {"workerpool0": ["first:2222"], "workerpool1": ["second:2222", "third:2222"], "workerpool2": ["reducer:2222"]}

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cluster.hosts import Network, missing, network
-from cluster.pods import Pod
-from cluster.processes_of import wait_until
-from conftest import ROOT
 
 from cnnstrategies.cluster import kubernetes
 from cnnstrategies.cluster.launchers import launcher_named
 from cnnstrategies.commands.submit.command import check
 from cnnstrategies.paramserver.security import KeyPair
+from tests.cluster.hosts import Network, missing, network
+from tests.cluster.pods import Pod
+from tests.cluster.processes_of import wait_until
+from tests.conftest import ROOT
 
 reason = missing()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]

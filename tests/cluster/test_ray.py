@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit, process_with, wait_until
-from cluster.ray_cluster import RayCluster, missing, ray_cluster
-from conftest import ROOT
+
+from tests.cluster.processes_of import PYTHON, Program, fit, process_with, wait_until
+from tests.cluster.ray_cluster import RayCluster, missing, ray_cluster
+from tests.conftest import ROOT
 
 reason = missing()
 pytestmark = [

@@ -13,11 +13,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-from ports import free_port
-from test_loopback import addresses
 from torch.distributed import TCPStore
 
 from cnnstrategies._lightning_private import set_main_port
@@ -29,6 +26,9 @@ from cnnstrategies.cluster.run_identity import declare
 from cnnstrategies.cluster.search import Failed
 from cnnstrategies.cluster.stores import SERVED, serve
 from cnnstrategies.identity import LAUNCH, Identity, StrangerError
+from tests.cluster.test_loopback import addresses
+from tests.conftest import quiet_trainer
+from tests.runner.ports import free_port
 
 HOST = RankCredentials(Identity("digits", "0123456789ab", "SLURM step 7.0"), "DDPStrategy", 0, 2, 100)
 GUEST = RankCredentials(HOST.identity, "DDPStrategy", 1, 2, 100)

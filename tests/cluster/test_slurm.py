@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cluster.exceptions import KILLED, Failing, failing_runs, several_runs
-from cluster.processes_of import PYTHON, fit, process_with, wait_until
-from conftest import ROOT
-from fault_injection import PAUSES, fault_arguments
-from ports import free_port
-from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 
 from cnnstrategies.paramserver.security import KeyPair
+from tests.cluster.exceptions import KILLED, Failing, failing_runs, several_runs
+from tests.cluster.processes_of import PYTHON, fit, process_with, wait_until
+from tests.cluster.slurm_cluster import CPUS, Slurm, missing, slurm_cluster
+from tests.conftest import ROOT
+from tests.runner.ports import free_port
+from tests.strategies.fault_injection import PAUSES, fault_arguments
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 # The tests of a group share a cluster. There are two groups, because these tests wait often and take longest.
@@ -29,7 +29,7 @@ cluster:
   partition: low
   time: "30"
   # The two nodes are on one machine, and their names cannot be resolved.
-  setup: [export MASTER_ADDR=127.0.0.1, "export PYTHONPATH={ROOT}:{ROOT}/tests/strategies", export OMP_NUM_THREADS=1]
+  setup: [export MASTER_ADDR=127.0.0.1, "export PYTHONPATH={ROOT}", export OMP_NUM_THREADS=1]
 """
 # Mixing is on: a resumed run must draw what the uninterrupted one draws.
 RUN = [

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.exceptions import KILLED
-from cluster.processes_of import PYTHON, Program, fit
-from fault_injection import fault_arguments
-from ports import free_port
+
+from tests.cluster.exceptions import KILLED
+from tests.cluster.processes_of import PYTHON, Program, fit
+from tests.runner.ports import free_port
+from tests.strategies.fault_injection import fault_arguments
 
 EPOCHS = 4
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")

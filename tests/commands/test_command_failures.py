@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
@@ -21,6 +20,7 @@ from cnnstrategies.commands.run import lightning_cli
 from cnnstrategies.commands.run.failures import explain_run_error, lost_loader_worker, refusal_in
 from cnnstrategies.errors import causes
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
+from tests.conftest import ROOT
 
 
 def raised(function) -> Exception:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from conftest import ROOT
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from PIL import Image
@@ -26,6 +25,7 @@ from cnnstrategies.commands.arguments.keys import HOMES, configured_keys
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.run.errors import explain_parse_error, parameters_of
 from cnnstrategies.commands.run.imports import check_imports
+from tests.conftest import ROOT
 
 NETWORK = "--model.init_args.network"
 FOLDER = "--data ImageFolderDataModule --data.init_args.root"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
 
 from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
@@ -18,6 +17,7 @@ from cnnstrategies.commands.arguments import command, help, options, recipes
 from cnnstrategies.commands.arguments.command import Configuration
 from cnnstrategies.commands.arguments.keys import ROOTS, with_underscores
 from cnnstrategies.commands.arguments.options import COMMANDS, PROGRAMS, WatchOptions
+from tests.conftest import ROOT
 
 
 def test_help_names_every_command_and_needs_no_torch():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, quiet_trainer
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -22,6 +21,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.strategies import ParameterServerStrategy
+from tests.conftest import ROOT, quiet_trainer
 
 light = pytest.mark.light
 RUN = Path("runs/quickstart/digits")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
 from jsonargparse import Namespace
 
 from cnnstrategies import _jsonargparse_private
 from cnnstrategies.commands.run.lightning_cli import CLI
+from tests.conftest import ROOT
 
 MINE = """
 import torch

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from planning.test_unequal import job, room
 
 from cnnstrategies.commands.arguments.options import COMMANDS, PlanOptions
 from cnnstrategies.commands.plan import largest, written
@@ -18,6 +17,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import UNMEASURED, Link
 from cnnstrategies.planning.devices import Device
+from tests.planning.test_unequal import job, room
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -218,7 +218,7 @@ def test_a_plan_uses_the_microbatches_of_fit(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_data_module_may_ask_the_trainer_for_the_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    COMMANDS["plan"].run(["--config", QUICKSTART, "--bandwidth=1000", "--data=asking_data.AskingData"])
+    COMMANDS["plan"].run(["--config", QUICKSTART, "--bandwidth=1000", "--data=tests.asking_data.AskingData"])
     assert "for 64 samples" in " ".join(capsys.readouterr().out.split()), "each of two processes loads 32"
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

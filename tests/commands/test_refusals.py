@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
@@ -16,6 +15,7 @@ from cnnstrategies.commands.run.errors import _explain_missing, check_nulls, exp
 from cnnstrategies.commands.run.image_channels import check_channels
 from cnnstrategies.commands.run.trainer import Trainer
 from cnnstrategies.networks import SmallCNN
+from tests.conftest import ROOT
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 MINE = """

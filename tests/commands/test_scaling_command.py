@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import ROOT
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
@@ -42,6 +41,7 @@ from cnnstrategies.planning.tune.contest import CandidateResult
 from cnnstrategies.planning.tune.race import RaceVerdict
 from cnnstrategies.planning.tune.trial import FAILED, TrialError
 from cnnstrategies.recording import clock as clock_module
+from tests.conftest import ROOT
 
 PLANTED = """
 import time
@@ -172,7 +172,7 @@ def test_the_line_of_the_user_that_raised_an_error_is_named(capsys):
         run_rank(lambda: Breaks().on_train_batch_end())
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert last_line.startswith(f"{FAILED}RuntimeError: ")
-    assert re.search(rf", in .*Breaks.on_train_batch_end \({__name__}.py:\d+\)$", last_line)
+    assert re.search(r", in .*Breaks.on_train_batch_end \(test_scaling_command.py:\d+\)$", last_line)
 
 
 @pytest.mark.warm

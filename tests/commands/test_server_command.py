@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ports import free_port
 
 from cnnstrategies.commands.server import APPEAR, main, server_of
 from cnnstrategies.errors import ConfigurationError
+from tests.runner.ports import free_port
 
 
 def configuration(**arguments):

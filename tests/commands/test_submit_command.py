@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
 
 from cnnstrategies import cli
 from cnnstrategies.cluster.job_files import JobFiles
@@ -22,6 +21,7 @@ from cnnstrategies.cluster.submission import Submission
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.submit.command import check
 from cnnstrategies.errors import ConfigurationError
+from tests.conftest import ROOT
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 TWO_NODES = ["--trainer.num_nodes=2", "--trainer.devices=1"]

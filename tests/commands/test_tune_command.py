@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -19,6 +18,7 @@ from cnnstrategies.commands.tune.learning_rate import SKIPPED, steepest
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.models.classifier import ImageClassifier
 from cnnstrategies.planning.tune import contest
+from tests.conftest import ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 CPU = torch.device("cpu")

@@ -2,13 +2,13 @@
 
 import pytest
 import yaml
-from conftest import ROOT, quiet_trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import SampleWeights
 from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import ROOT, quiet_trainer
 
 
 def test_the_quickstart_makes_the_same_steps_everywhere():

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from masked_images import write_masked_images
 from PIL import Image
 
 from cnnstrategies import ConfigurationError
@@ -16,6 +15,7 @@ from cnnstrategies.data.decoding import BrokenImageError, bits_of, decode
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.data.shards.encoding import EncodingOptions
 from cnnstrategies.data.shards.packing import pack
+from tests.masked_images import write_masked_images
 
 pytestmark = pytest.mark.light
 

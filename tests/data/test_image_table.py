@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import quiet_trainer
 from PIL import Image
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import PredictionWriter
 from cnnstrategies.data import ImageTableDataModule
+from tests.conftest import quiet_trainer
 
 CLASSES = "image,species\na.png,cat\nb.png,dog\nc.png,cat\nd.png,dog\n"
 LABELS = "file,Split,wet,cold\na.png,train,0,1\nb.png,TRAIN,1,1\nc.png,valid,0,0\nd.png,testing,1,0\n"

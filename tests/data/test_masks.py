@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from masked_images import write_masked_images
 from PIL import Image
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import SegmentationFolderDataModule
+from tests.masked_images import write_masked_images
 
 pytestmark = pytest.mark.light
 

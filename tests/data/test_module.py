@@ -4,7 +4,6 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import in_fork, quiet_trainer
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
@@ -12,6 +11,8 @@ from cnnstrategies.data.augment import RandomShift
 from cnnstrategies.data.loading import TensorSource
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import ShuffledBatches
+from tests.conftest import quiet_trainer
+from tests.runner.forked import in_fork
 
 TRAINING, EVALUATION, BATCH = 53, 23, 4
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins import DoublePrecision
-from masked_images import write_masked_images
 from PIL import Image
 
 from cnnstrategies import ConfigurationError
@@ -31,6 +30,7 @@ from cnnstrategies.data.shards.index import INDEX, SAMPLES, read_index
 from cnnstrategies.data.shards.jpeg import cut, find_decoder, read_header
 from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.data.shards.source import random_crops
+from tests.masked_images import write_masked_images
 
 pytestmark = pytest.mark.light
 AS_THEY_ARE = EncodingOptions(None, None, 6000)

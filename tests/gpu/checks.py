@@ -294,11 +294,11 @@ def _ranks(ranks: int, strategy: str, folder: str, **options: Any) -> dict[str, 
 
 def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple[int, str]]:
     """Return the exit code and output of each rank of one_card.py; the code is 124 if the rank reaches the limit."""
-    words = [sys.executable, str(Path(__file__).with_name("one_card.py")), strategy, json.dumps(options)]
+    words = [sys.executable, "-m", "tests.gpu.one_card", strategy, json.dumps(options)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"RANKS": str(ranks), "OMP_NUM_THREADS": "1"}
+    common = {"RANKS": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     if ranks > 1:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
         common |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}

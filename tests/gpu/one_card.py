@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torchvision
-from checks import ON_GPU, SGD, NoWaits, trainer_of
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from cnnstrategies import ImageClassifier
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
 from cnnstrategies.strategies.predicted_memory import predicted_memory
+from tests.gpu.checks import ON_GPU, SGD, NoWaits, trainer_of
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
 LOST_AT = 3  # Step in which the check `lost` kills a rank.

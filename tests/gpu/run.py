@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from checks import ALONE, ON_GPU, TOGETHER
+
+from tests.gpu.checks import ALONE, ON_GPU, TOGETHER
 
 # Time limit of a check in seconds. A rehearsal runs the cases of a check one after the other, on fewer cores.
 LIMIT = 400 if ON_GPU else 3600
@@ -35,7 +36,7 @@ def run(check: Callable[[], object]) -> tuple[list[tuple[str, str, str]], bool]:
     """Run a check in a process of its own; return its rows of the page, and whether it has failed."""
     start = time.monotonic()
     process = subprocess.run(
-        ["timeout", str(LIMIT), sys.executable, Path(__file__).with_name("checks.py"), check.__name__],
+        ["timeout", str(LIMIT), sys.executable, "-m", "tests.gpu.checks", check.__name__],
         capture_output=True,
         text=True,
         check=False,

@@ -3,16 +3,6 @@
 import contextlib
 from dataclasses import replace
 
-import test_handshake
-import test_job
-import test_job_files
-import test_lease
-import test_loopback
-import test_ownership
-import test_platforms
-import test_rendezvous
-import test_run_folder
-from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
 from cnnstrategies.cluster.claimed_processes import check_processes
@@ -26,6 +16,18 @@ from cnnstrategies.cluster.run_owner import Observation, Owner, State
 from cnnstrategies.cluster.search import RankZeroSearch
 from cnnstrategies.cluster.stores import LOOPBACK, serve_on_loopback
 from cnnstrategies.commands.run.ownership import own_version, owns_folders
+from tests.cluster import (
+    test_handshake,
+    test_job,
+    test_job_files,
+    test_lease,
+    test_loopback,
+    test_platforms,
+    test_rendezvous,
+    test_run_folder,
+)
+from tests.commands import test_ownership
+from tests.mutants.faulty import removes, replaces
 
 
 @replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_jobs_are_not)

@@ -7,18 +7,6 @@ import threading
 from dataclasses import replace
 from math import exp
 
-import test_cli
-import test_command_failures
-import test_front
-import test_predictions
-import test_processes
-import test_quiet
-import test_race
-import test_refusals
-import test_tune_command
-import test_whole_file
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.commands.arguments.command import Command
 from cnnstrategies.commands.arguments.refuse import fail
 from cnnstrategies.commands.run.errors import check_nulls
@@ -29,6 +17,11 @@ from cnnstrategies.commands.tune.command import choices
 from cnnstrategies.planning.tune.race import MARGIN, verdict
 from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
 from cnnstrategies.runtime.whole_file import remove_abandoned, temporary_name, whole_file, writing
+from tests import test_cli, test_processes, test_whole_file
+from tests.callbacks import test_predictions
+from tests.commands import test_command_failures, test_front, test_quiet, test_refusals, test_tune_command
+from tests.mutants.faulty import removes, replaces
+from tests.planning import test_race
 
 
 @replaces(fail, killed_by=test_refusals.test_invalid_runs_are_refused_in_one_line)

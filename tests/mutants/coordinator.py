@@ -3,13 +3,6 @@
 import itertools
 import zlib
 
-import test_coordinator
-import test_dispatch
-import test_restart
-import test_simulation
-from mutants.faulty import removes, replaces
-from simulation.toys import MemoryJournal
-
 from cnnstrategies.paramserver.coordinator.collective_rounds import Rounds
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
@@ -19,6 +12,9 @@ from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.core.node import Send
 from cnnstrategies.paramserver.core.requests import UNKNOWN, Asking
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
+from tests.mutants.faulty import removes, replaces
+from tests.paramserver import test_coordinator, test_dispatch, test_restart, test_simulation
+from tests.paramserver.simulation.toys import MemoryJournal
 
 GONE = test_dispatch.test_unprocessed_chunks_of_a_lost_worker_go_to_other_workers
 HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_the_coordinator_violates_an_invariant

@@ -1,18 +1,15 @@
 """Mutants of the data: the division of samples into ranks and batches, and the decoding of shards."""
 
-import test_division
-import test_loading
-import test_own_batch_samplers
-import test_sampling
-import test_shards
 import torch
-from mutants.faulty import replaces
 
 from cnnstrategies.data.division import StreamComparison, same_loaders
 from cnnstrategies.data.loading import BatchDataset, unshared
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.jpeg import MARGIN, cut
 from cnnstrategies.divided_batches import DividedBatches
+from tests.data import test_division, test_loading, test_sampling, test_shards
+from tests.mutants.faulty import replaces
+from tests.strategies import test_own_batch_samplers
 
 # Samples
 

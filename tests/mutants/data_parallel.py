@@ -2,17 +2,7 @@
 
 from math import inf
 
-import test_balanced
-import test_balancing
-import test_bets
-import test_data_parallel
-import test_first_batch
-import test_loss_means
-import test_parameter_server_own_code
-import test_sampling
-import test_unfreezing
 from lightning.pytorch.strategies import DDPStrategy
-from mutants.faulty import removes, replaces
 
 from cnnstrategies.callbacks.first_batch import check_lengths
 from cnnstrategies.data.sampling import DealtBatches
@@ -24,6 +14,18 @@ from cnnstrategies.strategies.loss_comparison import LossComparison, compare_wit
 from cnnstrategies.strategies.mean_terms import MeanTerm
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.unfreezing import wrap_if_changed
+from tests.callbacks import test_first_batch
+from tests.data import test_sampling
+from tests.mutants.faulty import removes, replaces
+from tests.strategies import (
+    test_balanced,
+    test_balancing,
+    test_bets,
+    test_data_parallel,
+    test_loss_means,
+    test_parameter_server_own_code,
+    test_unfreezing,
+)
 
 removes(
     check_lengths,

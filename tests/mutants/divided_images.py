@@ -2,11 +2,6 @@
 
 import dataclasses
 
-import test_gradient_sums
-import test_random_layers
-import test_spatial_operations
-from mutants.faulty import replaces
-
 from cnnstrategies._torch_private import is_added_only, is_hooked
 from cnnstrategies.spatial import norms
 from cnnstrategies.spatial.edges import Edges
@@ -14,6 +9,8 @@ from cnnstrategies.spatial.gradient_sums import GradientSums
 from cnnstrategies.spatial.parts import SpatialParts
 from cnnstrategies.spatial.pooling import _Pool
 from cnnstrategies.spatial.requested_rows import RequestedRows
+from tests.mutants.faulty import replaces
+from tests.spatial import test_gradient_sums, test_random_layers, test_spatial_operations
 
 check_rule = test_spatial_operations.test_rules_give_results_and_gradients_of_one_process
 

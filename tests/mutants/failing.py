@@ -1,15 +1,13 @@
 """Mutants of the end of a run after an exception: ranks that wait forever, and messages that hide the cause."""
 
-import test_command_failures
-import test_failing
-import test_parameter_server_sessions
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.commands.run.failures import lost_loader_worker
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 from cnnstrategies.runtime.failure_store import FailureStore
 from cnnstrategies.runtime.failure_watch import Countdown, FailureWatch
 from cnnstrategies.strategies.failing import FailTogether
+from tests.commands import test_command_failures
+from tests.mutants.faulty import removes, replaces
+from tests.strategies import test_failing, test_parameter_server_sessions
 
 SAVES = test_failing.test_a_checkpoint_is_saved_only_by_all_ranks_together
 ALONE = {"arguments": (2, False, ValueError("boom")), "saves": 0}

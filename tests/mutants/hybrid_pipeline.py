@@ -3,15 +3,6 @@
 import contextlib
 import functools
 
-import test_balancing
-import test_divided_loaders
-import test_example_inputs
-import test_hybrid_pipeline
-import test_outside
-import test_pipeline_shares
-import test_placed_loading
-import test_placed_metrics
-from mutants.faulty import removes, replaces
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.data.sampling import batches_of
@@ -28,6 +19,17 @@ from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.joined_parts import _joined, join_parts
 from cnnstrategies.strategies.module_copies import tensors_stay
+from tests.mutants.faulty import removes, replaces
+from tests.pipeline import test_outside
+from tests.strategies import (
+    test_balancing,
+    test_divided_loaders,
+    test_example_inputs,
+    test_hybrid_pipeline,
+    test_pipeline_shares,
+    test_placed_loading,
+    test_placed_metrics,
+)
 
 removes(
     batches_of,

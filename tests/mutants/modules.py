@@ -3,14 +3,7 @@
 from pathlib import Path
 from unittest.mock import patch
 
-import test_checkpoint_io
-import test_checkpoint_words
-import test_export
-import test_graceful_stop
-import test_segmentation
-import test_trainer_on_gpu
 import torch.nn.functional as F
-from mutants.faulty import removes, replaces
 
 from cnnstrategies import ImageSegmenter
 from cnnstrategies._lightning_private import ask_of_sigterm
@@ -20,6 +13,10 @@ from cnnstrategies.commands.run.start_from import SameCheckpoint
 from cnnstrategies.deploy.export import Comparison
 from cnnstrategies.models.logits import main_logits
 from cnnstrategies.models.network_module import MeanOverSamples
+from tests import test_checkpoint_io, test_checkpoint_words, test_export, test_segmentation
+from tests.callbacks import test_graceful_stop
+from tests.mutants.faulty import removes, replaces
+from tests.strategies import test_trainer_on_gpu
 
 
 @replaces(ImageSegmenter.loss, killed_by=test_segmentation.test_the_loss_is_the_mean_of_images_over_counted_pixels)

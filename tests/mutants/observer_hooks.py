@@ -1,12 +1,11 @@
 """Mutants of observer hooks: the user's hooks see gradients and weights at the same moment as on one device."""
 
-import test_parameter_server_own_code as own_code
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.parameter_server.checks import Linear
 from cnnstrategies.strategies.parameter_server.observer_hooks import gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.readers import Readers
+from tests.mutants.faulty import removes, replaces
+from tests.strategies import test_parameter_server_own_code as own_code
 
 removes(
     gradient_observers,

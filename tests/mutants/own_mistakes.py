@@ -1,14 +1,12 @@
 """Mutants of error handling: messages are checked on arrival; later errors are the package's own and are reported."""
 
-import test_insider_fuzz
-import test_own_mistakes
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.paramserver.core.node import ControlError, Message
 from cnnstrategies.paramserver.drivers.control import Loop
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.server.server import Server
+from tests.mutants.faulty import removes, replaces
+from tests.paramserver import test_insider_fuzz, test_own_mistakes
 
 OURS = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 

@@ -2,13 +2,12 @@
 
 import contextlib
 
-import test_registration
-import test_whole_step_own_stage
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.placed.places import Places
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import own_stage_alone
 from cnnstrategies.strategies.hybrid_pipeline.start_values import share_among_replicas
+from tests.mutants.faulty import removes, replaces
+from tests.placed import test_registration
+from tests.strategies import test_whole_step_own_stage
 
 removes(
     own_stage_alone,

@@ -5,18 +5,6 @@ import copy
 import resource
 import signal
 
-import test_codecs
-import test_combiner
-import test_control_sockets
-import test_given_out_samples
-import test_parameter_server_precision
-import test_security
-import test_shared_slices
-import test_step
-import test_supervision
-import test_torch_group
-from mutants.faulty import FAILURES, removes, replaces
-
 from cnnstrategies.data.sampling import items_of
 from cnnstrategies.paramserver.combiner.shared_state import SharedState
 from cnnstrategies.paramserver.compression import Encoder, may_be_lossy
@@ -30,6 +18,16 @@ from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler
 from cnnstrategies.strategies.parameter_server.loader import check_data
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.parameter_server.torch_group import WorkerExchange
+from tests.mutants.faulty import FAILURES, removes, replaces
+from tests.paramserver import (
+    test_codecs,
+    test_combiner,
+    test_control_sockets,
+    test_security,
+    test_shared_slices,
+    test_supervision,
+)
+from tests.strategies import test_given_out_samples, test_parameter_server_precision, test_step, test_torch_group
 
 # Combined pushes of a node
 

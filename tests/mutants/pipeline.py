@@ -4,17 +4,6 @@ import importlib
 import pickle
 from contextlib import nullcontext
 
-import test_batch
-import test_batch_norm
-import test_codec
-import test_compiled
-import test_early_sums
-import test_executor
-import test_layouts
-import test_rank_watch
-import test_trainer_on_gpu
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
 from cnnstrategies.pipeline.batch_statistics import StatisticsTable
 from cnnstrategies.pipeline.channels import Channels
@@ -26,6 +15,18 @@ from cnnstrategies.pipeline.placed_call import PlacedCall
 from cnnstrategies.pipeline.timetable import Placement, tasks_of
 from cnnstrategies.pipeline.transport import RankWatch, Transport
 from cnnstrategies.runtime.generator_states import GeneratorStates
+from tests import test_codec
+from tests.mutants.faulty import removes, replaces
+from tests.pipeline import (
+    test_batch,
+    test_batch_norm,
+    test_compiled,
+    test_early_sums,
+    test_executor,
+    test_layouts,
+    test_rank_watch,
+)
+from tests.strategies import test_trainer_on_gpu
 
 
 @replaces(Step.part_of_loss, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)

@@ -1,17 +1,12 @@
 """Mutants of tensors at places: random numbers, reads, messages, sums over replicas and steps of optimizers."""
 
-import test_hidden
-import test_messages
-import test_rules
-import test_scaled_loss
-import test_sums
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.placed import ForeignTensor, draws, messages
 from cnnstrategies.placed.hidden import steps_separately
 from cnnstrategies.placed.places import Places
 from cnnstrategies.placed.rows import _check_finite
 from cnnstrategies.placed.sums import DeferredSums
+from tests.mutants.faulty import removes, replaces
+from tests.placed import test_hidden, test_messages, test_rules, test_scaled_loss, test_sums
 
 removes(
     draws.draw_and_drop,

@@ -2,13 +2,6 @@
 
 from dataclasses import replace
 
-import test_partition
-import test_rank
-import test_redeal
-import test_scaling
-import test_unequal
-from mutants.faulty import replaces
-
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.problem import Problem
@@ -17,6 +10,8 @@ from cnnstrategies.planning.redeal import redeal
 from cnnstrategies.planning.scaling.figures import Measurements
 from cnnstrategies.planning.scaling.timeline import BARRIER, BUFFERS, GRADIENTS, LOG, predict
 from cnnstrategies.shares import soonest
+from tests.mutants.faulty import replaces
+from tests.planning import test_partition, test_rank, test_redeal, test_scaling, test_unequal
 
 
 @replaces(Predictor.search, killed_by=test_partition.test_a_memory_limit_is_kept_when_few_layouts_fit)

@@ -2,14 +2,6 @@
 
 from dataclasses import replace
 
-import test_changes
-import test_clocks
-import test_optimizer_check
-import test_shard
-import test_simulation
-import test_sync
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.optimizer_trial import mixes_parameters
 from cnnstrategies.paramserver.messages import Kind
@@ -22,6 +14,8 @@ from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.server.synchronous import Synchronous
+from tests.mutants.faulty import removes, replaces
+from tests.paramserver import test_changes, test_clocks, test_optimizer_check, test_shard, test_simulation, test_sync
 
 HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_workers_and_servers_violates_an_invariant
 

@@ -3,13 +3,11 @@
 import contextlib
 import signal
 
-import test_helper_processes
-import test_stop_signals
-import test_supervision
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.runtime.stop_signals import Repeated, _SignalThread, leave_to_helpers, passing_on
+from tests import test_helper_processes, test_stop_signals
+from tests.mutants.faulty import removes, replaces
+from tests.paramserver import test_supervision
 
 LIMITED = test_supervision.test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselves
 

@@ -2,11 +2,10 @@
 
 import statistics
 
-import test_slow_lines
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.callbacks.level import has_risen
 from cnnstrategies.callbacks.slow_steps import BlockExchange
+from tests.callbacks import test_slow_lines
+from tests.mutants.faulty import removes, replaces
 
 
 @replaces(has_risen, killed_by=test_slow_lines.test_noise_has_no_line_and_each_planted_change_is_found_within_50_steps)

@@ -1,13 +1,13 @@
 """Mutants of training with divided images."""
 
-import test_spatial
 import torch
-from mutants.faulty import removes, replaces
 
 from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.spatial.norms import statistics
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first
+from tests.mutants.faulty import removes, replaces
+from tests.strategies import test_spatial
 
 two_parts = test_spatial.test_two_parts_train_as_one_process
 groups = test_spatial.test_groups_train_as_ddp

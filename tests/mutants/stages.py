@@ -4,14 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import test_declared_loss
-import test_pipeline_ways_to_write
-import test_placed_network
-import test_second_forward
-import test_users_modules
-import test_whole_batch
 import torch
-from mutants.faulty import removes, replaces
 
 from cnnstrategies._torch_private import has_hooks, without_tensor_hooks
 from cnnstrategies.pipeline.declared_loss import LossOfCall
@@ -22,6 +15,15 @@ from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.untouched import Untouched
 from cnnstrategies.pipeline.whole_batch import tensors_in
+from tests.mutants.faulty import removes, replaces
+from tests.pipeline import (
+    test_declared_loss,
+    test_placed_network,
+    test_second_forward,
+    test_users_modules,
+    test_whole_batch,
+)
+from tests.strategies import test_pipeline_ways_to_write
 
 removes(
     has_hooks,

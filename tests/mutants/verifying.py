@@ -1,15 +1,13 @@
 """Mutants of `verify` and of tracing: equal runs, and properties that a trace has fixed for all microbatches."""
 
-import test_likely_causes
-import test_stage
-import test_verdict
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.pipeline.graph_checks import UndecidedError, hold_to
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.verifying.batches import joined
 from cnnstrategies.verifying.recorder import RunRole
 from cnnstrategies.verifying.verdict import differences
+from tests.mutants.faulty import removes, replaces
+from tests.pipeline import test_stage
+from tests.verifying import test_likely_causes, test_verdict
 
 
 @replaces(joined, killed_by=test_verdict.test_batches_of_ranks_are_joined_by_samples_in_rank_order)

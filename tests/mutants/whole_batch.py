@@ -2,19 +2,6 @@
 
 from typing import Any
 
-import test_batch_rows
-import test_exact_resume
-import test_generator_states
-import test_late_verdicts
-import test_network_copies
-import test_outside
-import test_placed_module
-import test_second_forward
-import test_stored
-import test_sums
-import test_trainer_on_gpu
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.pipeline.combining import gradient_of_part
 from cnnstrategies.pipeline.late_verdicts import LateVerdicts
 from cnnstrategies.pipeline.loss_verdict import settle_late
@@ -28,6 +15,18 @@ from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed.places import Places
 from cnnstrategies.runtime.generator_states import NumpyStates
+from tests import test_generator_states
+from tests.mutants.faulty import removes, replaces
+from tests.pipeline import (
+    test_batch_rows,
+    test_late_verdicts,
+    test_network_copies,
+    test_outside,
+    test_second_forward,
+    test_stored,
+)
+from tests.placed import test_sums
+from tests.strategies import test_exact_resume, test_placed_module, test_trainer_on_gpu
 
 removes(
     StageReplicas.copy_from_first,

@@ -2,14 +2,13 @@
 
 import contextlib
 
-import test_failures
-import test_transport
 import zmq
-from mutants.faulty import removes, replaces
 
 from cnnstrategies.paramserver.core.view import ServersUnreachableError
 from cnnstrategies.paramserver.drivers.sockets import Bundle, notice_silence, send
 from cnnstrategies.paramserver.messages import SMALL_BYTES, InvalidMessageError, begins
+from tests.mutants.faulty import removes, replaces
+from tests.paramserver import test_failures, test_transport
 
 A_BYTE_CHANGES = test_failures.test_a_changed_byte_costs_only_a_connection
 

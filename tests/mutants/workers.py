@@ -2,18 +2,14 @@
 
 import math
 
-import test_questions
-import test_simulation
-import test_staging
-import test_sync
-from mutants.faulty import removes, replaces
-
 from cnnstrategies.paramserver.core.view import ServersUnreachableError
 from cnnstrategies.paramserver.drivers.staging import Staging
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
 from cnnstrategies.paramserver.worker.worker import WorkerRole
+from tests.mutants.faulty import removes, replaces
+from tests.paramserver import test_questions, test_simulation, test_staging, test_sync
 
 HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_workers_and_servers_violates_an_invariant
 

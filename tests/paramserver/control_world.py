@@ -5,10 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from simulation.faults import Fault, Moment, Network
-from simulation.toys import MemoryJournal, newer_view
-from simulation.world import Program, Sleep, Tell, World
-
 from cnnstrategies.paramserver.coordinator.contributions import unpack
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled
@@ -16,6 +12,9 @@ from cnnstrategies.paramserver.coordinator.participant import Participant, Repor
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.status import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Call, End, Message, Peer, Role, Send
+from tests.paramserver.simulation.faults import Fault, Moment, Network
+from tests.paramserver.simulation.toys import MemoryJournal, newer_view
+from tests.paramserver.simulation.world import Program, Sleep, Tell, World
 
 LATENCY = 0.001
 AT_ONCE = 0.01  # Seconds within which a request has a reply that does not wait for other members.

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from data_world import Servers
 from torch import Tensor, nn
 
 from cnnstrategies.paramserver import api
@@ -26,6 +25,7 @@ from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachable
 from cnnstrategies.paramserver.drivers.staging import StagedCopies, Staging
 from cnnstrategies.paramserver.messages import Effects, Header, Parcel
 from cnnstrategies.paramserver.specification import Specification
+from tests.paramserver.data_world import Servers
 
 SIZES = (3, 1, 2)
 STEPS = 6

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import patience
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.membership import Views
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from tests.runner import patience
 
 INVALID_FIELDS = "missing or invalid fields"  # end of the reason for which a server drops a malformed message
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from jsonargparse import ArgumentParser
 
 from cnnstrategies.paramserver.compression import COMPRESSIONS, Compression, PayloadCompression, register
 from cnnstrategies.paramserver.messages import Encoding
+from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs/development/add-a-compression.md").read_text()
 FILE = "cnnstrategies/paramserver/compression.py"
@@ -41,14 +41,13 @@ def use_extended_package(folder: Path) -> None:
 def test_the_pages_class_in_its_one_place_is_enough(tmp_path: Path) -> None:
     """The test is not marked light: it runs in a process of its own, whose modules it replaces."""
     use_extended_package(tmp_path)
-    from roles import PlainRoles
-
     import cnnstrategies
     from cnnstrategies.errors import ConfigurationError
     from cnnstrategies.paramserver.messages import known_encodings
     from cnnstrategies.paramserver.slicing import cut
     from cnnstrategies.paramserver.worker.codecs import ladder
     from cnnstrategies.strategies import CompressedDDPStrategy, ParameterServerStrategy
+    from tests.paramserver.roles import PlainRoles
 
     assert Path(cnnstrategies.__file__).is_relative_to(tmp_path)
     assert 200 in known_encodings()

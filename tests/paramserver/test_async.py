@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_apart
-from roles import Roles, join
-from test_sync import train
 from torch import Tensor, nn
-from training import SGD, assert_same, batches, specify, train_alone
 
 from cnnstrategies.paramserver.specification import Specification
+from tests.paramserver.roles import Roles, join
+from tests.paramserver.test_sync import train
+from tests.paramserver.training import SGD, assert_same, batches, specify, train_alone
+from tests.runner.ranks import run_apart
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_apart
-from roles import PlainRoles, Roles, join
-from test_sync import shares_of, train
 from torch import Tensor, nn
-from training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.compression import FP16, OneBit, TopK
@@ -19,6 +15,10 @@ from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker.pulls import PulledValues
+from tests.paramserver.roles import PlainRoles, Roles, join
+from tests.paramserver.test_sync import shares_of, train
+from tests.paramserver.training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
+from tests.runner.ranks import run_apart
 
 STEPS, RATIO = 5, 0.2
 

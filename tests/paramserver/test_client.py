@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from roles import PlainRoles
-from test_questions import Pair
-from training import specify
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.messages import Kind, unpack_keys
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker.connections import Wait
+from tests.paramserver.roles import PlainRoles
+from tests.paramserver.test_questions import Pair
+from tests.paramserver.training import specify
 
 
 def test_each_parameter_is_waited_for_separately_and_pulls_follow_the_order_of_use() -> None:

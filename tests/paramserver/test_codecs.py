@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from roles import Roles
 from torch import nn
-from training import Replica, batches, make_network, specify
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.compression import PAYLOADS, Encoder, payload_compression, payload_names
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.codecs import LONGEST_WAIT, CodecChooser, ladder
+from tests.paramserver.roles import Roles
+from tests.paramserver.training import Replica, batches, make_network, specify
 
 PLAIN = {"name": "SGD", "lr": 0.3}
 SLOW, FAST = (1.6, 0.85, 0.45), (0.25, 0.25, 0.3)  # Seconds of a step with each level.

@@ -4,7 +4,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from node_simulation import DENSE, LateCopies, simulate
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.combiner import worker as worker_module
@@ -12,6 +11,7 @@ from cnnstrategies.paramserver.combiner.shared_state import SharedState, open_sh
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.drivers.staging import Staging
+from tests.paramserver.node_simulation import DENSE, LateCopies, simulate
 
 
 @pytest.mark.parametrize("nodes", [None, 1])

@@ -15,8 +15,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from ports import free_port
-from roles import PlainRoles, until
 
 from cnnstrategies.codec import encode
 from cnnstrategies.errors import ConfigurationError
@@ -31,6 +29,8 @@ from cnnstrategies.paramserver.drivers.sockets import allow_threads
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import CoordinatorProcess, Handle, ServerProcess, start
+from tests.paramserver.roles import PlainRoles, until
+from tests.runner.ports import free_port
 
 TIMEOUT = 60.0  # Seconds; a process of a busy machine is not silent for this long.
 

@@ -3,13 +3,13 @@
 import math
 
 import pytest
-from control_world import Run, trained
-from simulation.faults import Moment
 
 from cnnstrategies.identity import Identity
 from cnnstrategies.paramserver.coordinator.collective_rounds import UNEVEN
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
+from tests.paramserver.control_world import Run, trained
+from tests.paramserver.simulation.faults import Moment
 
 pytestmark = pytest.mark.light
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_world import fresh
-from roles import PlainRoles
-from simulation.data import run
-from simulation.faults import Moment, Network
-from training import specify
 
 from cnnstrategies.paramserver.core.node import Peer, Send
 from cnnstrategies.paramserver.slicing import cut
+from tests.paramserver.data_world import fresh
+from tests.paramserver.roles import PlainRoles
+from tests.paramserver.simulation.data import run
+from tests.paramserver.simulation.faults import Moment, Network
+from tests.paramserver.training import specify
 
 pytestmark = pytest.mark.light
 PLAIN = (str, bytes, bytearray, int, float, type(None), torch.Tensor, memoryview, torch.dtype)

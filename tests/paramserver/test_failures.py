@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from roles import PlainRoles, Roles
 from torch import nn
 
 from cnnstrategies.paramserver.core.view import ServersUnreachableError
+from tests.paramserver.roles import PlainRoles, Roles
 
 
 def test_servers_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:

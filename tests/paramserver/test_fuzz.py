@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import zmq
-from roles import Roles, join
-from training import SGD, specify
 
 from cnnstrategies.paramserver.messages import HEADER_BYTES, NO_STEP, SERVER, Header, Kind, known_encodings
+from tests.paramserver.roles import Roles, join
+from tests.paramserver.training import SGD, specify
 
 CASES = int(os.environ.get("CNNSTRATEGIES_FUZZ_CASES", "8000"))
 INSIDER = 1  # Id of a member that has not joined, so that its pushes must not count.

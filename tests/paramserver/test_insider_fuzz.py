@@ -14,9 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from data_world import MEMBER, Servers
-from simulation import control
-from training import ADAMW, SGD, specify
 
 from cnnstrategies.paramserver.compression import may_be_lossy, payload_names
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
@@ -37,6 +34,9 @@ from cnnstrategies.paramserver.messages import (
 )
 from cnnstrategies.paramserver.security import PROOF_BYTES
 from cnnstrategies.paramserver.server.server import Server
+from tests.paramserver.data_world import MEMBER, Servers
+from tests.paramserver.simulation import control
+from tests.paramserver.training import ADAMW, SGD, specify
 
 NUMBERS = [0, 1, 2, 3, 7, -1, 1 << 20, (1 << 63) - 1, 1 << 70, 1.5, -1.0, 1e30, float("nan"), float("inf"), 10**400]
 TEXTS = ["", "x", "worker", "server", "ff", "-5", "0/step", "7/step", "x/step", "\ud800"]

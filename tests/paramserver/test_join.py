@@ -1,12 +1,12 @@
 """The coordinator's treatment of joiners, and of workers that leave or are started again in the middle of an epoch."""
 
 import pytest
-from control_world import Answer, Run, in_epoch
 
 from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
 from cnnstrategies.paramserver.coordinator.status import PLACE
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.server.asynchronous import StaleClock
+from tests.paramserver.control_world import Answer, Run, in_epoch
 
 pytestmark = pytest.mark.light
 

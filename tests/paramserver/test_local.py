@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_apart
-from roles import PlainRoles, Roles, join
 from torch import Tensor, nn
-from training import SGD, batches, make_network, make_optimizer, specify
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.specification import Specification
+from tests.paramserver.roles import PlainRoles, Roles, join
+from tests.paramserver.training import SGD, batches, make_network, make_optimizer, specify
+from tests.runner.ranks import run_apart
 
 OWN_STEPS, ROUNDS = 3, 4
 SAMPLES = (12, 6)  # Number of samples in each worker's part of a batch.

@@ -4,14 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import patience
 import pytest
 import torch
-from data_world import fresh
-from roles import until
-from test_control_sockets import TIMEOUT, processes
 from torch import nn
-from training import SGD, specify
 
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
@@ -26,6 +21,11 @@ from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.server.pushes import Backlog
 from cnnstrategies.paramserver.services import Handle
 from cnnstrategies.paramserver.specification import Specification
+from tests.paramserver.data_world import fresh
+from tests.paramserver.roles import until
+from tests.paramserver.test_control_sockets import TIMEOUT, processes
+from tests.paramserver.training import SGD, specify
+from tests.runner import patience
 
 MISTAKES = [KeyError, TypeError, AssertionError, AttributeError, ValueError]
 SOON = 30.0  # Seconds after a process's failure, less than the TIMEOUT after which a silent process is missed.

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as operations
-from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.nn import functional
@@ -16,6 +15,7 @@ from torch.distributed.nn import functional
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver import process_group
 from cnnstrategies.paramserver.collectives import REDUCTIONS
+from tests.runner.ranks import run_ranks
 
 WORLD = 3
 

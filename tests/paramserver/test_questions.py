@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from training import specify
 
 from cnnstrategies.paramserver.core.view import ServerInfo, ServersUnreachableError, View, WorkerInfo
 from cnnstrategies.paramserver.messages import SERVER, Kind, Parcel, compose, unpack_json
@@ -15,6 +14,7 @@ from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.connections import Wait
 from cnnstrategies.paramserver.worker.worker import WorkerRole
+from tests.paramserver.training import specify
 
 pytestmark = pytest.mark.light
 PLAIN = {"name": "SGD", "lr": 0.5}

@@ -9,11 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_world import trained
-from simulation import toys
-from simulation.control import Plan, run
-from simulation.faults import Network
-from simulation.sameness import differing
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.paramserver.coordinator import journal, stored_state
@@ -23,6 +18,11 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.stored_state import StateError, from_table, to_table
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
+from tests.paramserver.control_world import trained
+from tests.paramserver.simulation import toys
+from tests.paramserver.simulation.control import Plan, run
+from tests.paramserver.simulation.faults import Network
+from tests.paramserver.simulation.sameness import differing
 
 pytestmark = pytest.mark.light
 BEAT = 1.0  # seconds
@@ -108,7 +108,11 @@ def trace_of_a_run() -> list[str]:
 def test_runs_do_not_depend_on_the_hash_seed() -> None:
     """Compare two processes: a coordinator that reads another coordinator's journal must reach the same state."""
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", "import test_restart; print(*test_restart.trace_of_a_run(), sep='\\n')"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.paramserver import test_restart; print(*test_restart.trace_of_a_run(), sep='\\n')",
+    ]
     other = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
     assert other.stdout.splitlines() == trace_of_a_run()
 
@@ -128,12 +132,12 @@ def test_a_state_with_shared_objects_is_read_as_it_was_written() -> None:
 
 
 def test_an_object_of_a_foreign_class_is_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StateError, match=r"test_restart:Stranger"):
+    with pytest.raises(StateError, match=r"tests.paramserver.test_restart:Stranger"):
         to_table([Stranger()])
     monkeypatch.setattr(stored_state, "PACKAGE", "")
     table, _ = to_table([Stranger()])
     monkeypatch.undo()
-    with pytest.raises(StateError, match=r"test_restart:Stranger"):
+    with pytest.raises(StateError, match=r"tests.paramserver.test_restart:Stranger"):
         from_table(table, [])
 
 

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import zmq
-from control_world import Run
-from roles import Roles, join, until
-from training import SGD, specify
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver import supervision
@@ -42,6 +39,9 @@ from cnnstrategies.paramserver.security import KeyPair, check_endpoint, fingerpr
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import NodeLayout, choose_rendezvous, open_supervision
+from tests.paramserver.control_world import Run
+from tests.paramserver.roles import Roles, join, until
+from tests.paramserver.training import SGD, specify
 
 
 def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:

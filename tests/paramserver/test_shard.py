@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_world import MEMBER, Servers, fresh
-from training import specify
 
 from cnnstrategies.paramserver.compression import BF16, FP16, OneBit, TopK, as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
@@ -15,6 +13,8 @@ from cnnstrategies.paramserver.messages import NO_STEP, SERVER, Encoding, Header
 from cnnstrategies.paramserver.server.decision import PATIENCE_SECONDS, Decision
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.synchronous import Synchronous
+from tests.paramserver.data_world import MEMBER, Servers, fresh
+from tests.paramserver.training import specify
 
 pytestmark = pytest.mark.light
 

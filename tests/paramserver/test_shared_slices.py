@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from roles import PlainRoles
 from torch import Tensor, nn
-from training import specify
 
 from cnnstrategies.paramserver.compression import COMPRESSIONS, as_bytes, payload_names
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.server.pushes import Pushes
 from cnnstrategies.paramserver.slicing import MOST_SHARED, SHARED_BYTES, Slice, cut
 from cnnstrategies.paramserver.specification import Specification
+from tests.paramserver.roles import PlainRoles
+from tests.paramserver.training import specify
 
 pytestmark = pytest.mark.light
 SIZES = (40, 3, 5, 2, 400)

@@ -4,12 +4,12 @@ import re
 from collections import Counter
 
 import pytest
-from simulation import traces
-from simulation.faults import Moment
-from simulation.run import PLANES, explain, play, shrink
-from simulation.traces import Trace, TraceError
 
 from cnnstrategies.paramserver.core.requests import Asking
+from tests.paramserver.simulation import traces
+from tests.paramserver.simulation.faults import Moment
+from tests.paramserver.simulation.run import PLANES, explain, play, shrink
+from tests.paramserver.simulation.traces import Trace, TraceError
 
 pytestmark = pytest.mark.light
 SEEDS = 70

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training import ADAMW, specify
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.optimizers import load_optimizer
 from cnnstrategies.paramserver.specification import Specification
+from tests.paramserver.training import ADAMW, specify
 
 pytestmark = pytest.mark.light
 

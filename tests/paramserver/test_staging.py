@@ -6,11 +6,11 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from ranks import run_apart
-from roles import PlainRoles
-from simulated_cuda import simulate
 
 from cnnstrategies.paramserver.drivers.staging import StagedCopies
+from tests.paramserver.roles import PlainRoles
+from tests.runner.ranks import run_apart
+from tests.runner.simulated_cuda import simulate
 
 STEPS = 5
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_apart
-from roles import PlainRoles, Roles
 from torch import Tensor
-from training import (
+
+from cnnstrategies.paramserver.specification import Specification
+from tests.paramserver.roles import PlainRoles, Roles
+from tests.paramserver.training import (
     ADAMW,
     SGD,
     Replica,
@@ -22,8 +23,7 @@ from training import (
     train_alone,
     train_from,
 )
-
-from cnnstrategies.paramserver.specification import Specification
+from tests.runner.ranks import run_apart
 
 STEPS = 5
 

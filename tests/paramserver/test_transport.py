@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from conftest import run_forked
 
 from cnnstrategies.paramserver.drivers.sockets import (
     BUNDLE_BYTES,
@@ -24,6 +23,7 @@ from cnnstrategies.paramserver.drivers.sockets import (
     server_socket,
 )
 from cnnstrategies.paramserver.messages import HEADER_BYTES, Bounds, Header, InvalidMessageError, Kind, unpack
+from tests.runner.forked import run_forked
 
 SESSION = 1 << 40
 LARGE = SMALL_BYTES + 1

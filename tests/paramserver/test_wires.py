@@ -19,9 +19,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from ports import free_port
-from roles import until
-from rough_wires import FAR, HERE, Wires
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -34,6 +31,9 @@ from cnnstrategies.paramserver.worker import connections
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import run as run_module
 from cnnstrategies.strategies.parameter_server.joining import JoiningStrategy
+from tests.paramserver.roles import until
+from tests.paramserver.rough_wires import FAR, HERE, Wires
+from tests.runner.ports import free_port
 
 RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "1"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))

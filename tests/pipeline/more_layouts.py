@@ -4,11 +4,9 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import test_declared_loss
-import test_placed_network
-import test_second_forward
-import test_stored
-import test_whole_step_compiled
+
+from tests.pipeline import test_declared_loss, test_placed_network, test_second_forward, test_stored
+from tests.strategies import test_whole_step_compiled
 
 CHECKS: dict[str, Callable[[], None]] = {
     "declared losses, 1-2": partial(test_declared_loss.check_layout, (1, 2), [*test_declared_loss.PROGRAMS]),

@@ -1,6 +1,6 @@
 """Train random networks under random layouts, with ranks as threads, and compare with one process in float64.
 
-`make test` tries a few layouts. For more, run `python tests/pipeline/random_layouts.py 2000`, or
+`make test` tries a few layouts. For more, run `python -m tests.pipeline.random_layouts 2000`, or
 `make fuzz-pipeline N=2000`.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rank_threads import World, divided_once
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import CHECKPOINTING, ORDERS, SCHEDULES, Placement
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.shares import deal
+from tests.pipeline.rank_threads import World, divided_once
 
 STEPS = 2
 FIXED = [(1, 3), (3, 2), (2, 1, 3), (1, 4, 2), (4, 1, 1), (1, 1, 1, 1), (2, 3, 1, 2), (3, 1), (2, 1, 3, 1), (8, 24)]

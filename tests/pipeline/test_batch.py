@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 
 from cnnstrategies.codec import CodecError
@@ -22,6 +21,7 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.runtime import groups
 from cnnstrategies.runtime.groups import broadcast_value
+from tests.runner.ranks import run_ranks
 
 
 class Hostile:

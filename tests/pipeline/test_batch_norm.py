@@ -7,10 +7,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import Pipeline
+from tests.runner.ranks import run_ranks
 
 # Channels of the layers that compute statistics in training, and the largest number of calls of a layer.
 CHANNELS, LAYERS, CALLS = 8, 2, 2

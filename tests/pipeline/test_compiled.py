@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import Pipeline
+from tests.runner.ranks import run_ranks
 
 
 class Network(nn.Module):

@@ -10,8 +10,6 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_placed_network import check_equal
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -24,6 +22,8 @@ from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places
+from tests.pipeline.test_placed_network import check_equal
+from tests.runner.ranks import run_ranks
 
 SAMPLES = 7
 MICROBATCHES = 4

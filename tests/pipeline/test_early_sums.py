@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_declared_loss import on_one_device, train
-from test_placed_network import check_equal
 
 from cnnstrategies.pipeline import early_sums
 from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.gradients import bucketed
 from cnnstrategies.placed import GlooLink, Places
+from tests.pipeline.test_declared_loss import on_one_device, train
+from tests.pipeline.test_placed_network import check_equal
+from tests.runner.ranks import run_ranks
 
 
 class Log(list[Any]):

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.gradients import GradientReducer
+from tests.runner.ranks import run_ranks
 
 MICROBATCHES = 4
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from ranks import run_ranks
-from test_placed_network import placed
 from torch import nn
 
 from cnnstrategies.pipeline import combining, compared_gradients, first_forward
@@ -21,6 +19,8 @@ from cnnstrategies.pipeline.compared_gradients import Sketch
 from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.strategies.loss_comparison import compare_with_parts
+from tests.pipeline.test_placed_network import placed
+from tests.runner.ranks import run_ranks
 
 WIDTH, LAYERS = 128, 12
 

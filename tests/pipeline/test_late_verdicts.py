@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_apart, run_ranks
-from simulated_cuda import simulate
-from simulated_gpu import DEVICE
-from test_declared_loss import PROGRAMS, on_one_device, train
-from test_placed_network import check_equal
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.gradient_check import GradientComparison, GradientVerdict, begin_comparison
 from cnnstrategies.pipeline.late_verdicts import LateVerdicts
 from cnnstrategies.placed import DeviceLink, GlooLink, Places
+from tests.pipeline.test_declared_loss import PROGRAMS, on_one_device, train
+from tests.pipeline.test_placed_network import check_equal
+from tests.runner.ranks import run_apart, run_ranks
+from tests.runner.simulated_cuda import simulate
+from tests.runner.simulated_gpu import DEVICE
 
 # Programs that train as on one device, and programs whose gradients are found to be others after the step.
 RIGHT = ["twice", "infinite", "later"]

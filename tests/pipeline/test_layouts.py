@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from random_layouts import Case, Trial, random_cases, run_as_threads
-from rank_threads import World, divided_once
-from ranks import run_ranks
 from torch import nn
 
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import Placement
+from tests.pipeline.random_layouts import Case, Trial, random_cases, run_as_threads
+from tests.pipeline.rank_threads import World, divided_once
+from tests.runner.ranks import run_ranks
 
 PARTS = 3
 

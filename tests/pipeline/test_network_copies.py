@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_placed_network import check_equal, placed
-from test_whole_batch import views
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cnnstrategies.pipeline.network_copies import adopt_copies, find_copies
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.placed import ForeignTensor, GlooLink, Places, RefusedError, hide_foreign_gradients
+from tests.pipeline.test_placed_network import check_equal, placed
+from tests.pipeline.test_whole_batch import views
+from tests.runner.ranks import run_ranks
 
 
 class Network(nn.Module):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from stages_in_turn import train_in_stages
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
+from tests.pipeline.stages_in_turn import train_in_stages
 
 FACTOR = 1.0
 SETTINGS: dict[str, Any] = {"shift": 0.0}

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_whole_batch import Residual, contrastive, views
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.channels import AHEAD
@@ -21,6 +19,8 @@ from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.messages import RefusedError
 from cnnstrategies.runtime.generator_states import GeneratorStates
+from tests.pipeline.test_whole_batch import Residual, contrastive, views
+from tests.runner.ranks import run_ranks
 
 STEPS = 3
 CPU = torch.device("cpu")

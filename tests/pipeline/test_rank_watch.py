@@ -12,12 +12,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_started
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline import transport
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.runtime.groups import PeerError
+from tests.runner.ranks import run_started
 
 SOON = 40.0  # Seconds. NCCL's time-out would take ten minutes.
 

@@ -9,7 +9,6 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from ranks import run_apart
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
@@ -18,6 +17,7 @@ from cnnstrategies._torch_private import OperationMode
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.recomputed_forward import RecomputedForward
+from tests.runner.ranks import run_apart
 
 F64 = torch.float64
 CUTS = ["0", "1", "2"]

@@ -9,7 +9,6 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -23,6 +22,7 @@ from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import CallArguments
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.runtime.generator_states import GeneratorStates
+from tests.runner.ranks import run_ranks
 
 F64, CPU = torch.float64, torch.device("cpu")
 MICROBATCHES, SAMPLES, STEPS = 3, 6, 2

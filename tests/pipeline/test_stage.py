@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from ranks import run_apart
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +17,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, check_backend, divide
 from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace
+from tests.runner.ranks import run_apart
 
 STAGES = 4
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from ranks import run_started
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,6 +26,7 @@ from cnnstrategies.callbacks import GracefulStop
 from cnnstrategies.cli import main
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.runner.ranks import run_started
 
 kept: list[Pipeline] = []  # Keeps pipelines alive, like global variables of a script.
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.channels import AHEAD
@@ -16,6 +15,7 @@ from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places, RefusedError
+from tests.runner.ranks import run_ranks
 
 STEPS, SAMPLES = 3, 10
 F64 = torch.float64

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_apart
-from stages_in_turn import train_in_stages
-from test_stage import UNet, build
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, ResNet
@@ -23,6 +20,9 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.pipeline.open_tracer import OpenTracer
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, seals, trace_open
+from tests.pipeline.stages_in_turn import train_in_stages
+from tests.pipeline.test_stage import UNet, build
+from tests.runner.ranks import run_apart
 
 OUTSIDE: list[Any] = [0]
 

@@ -6,7 +6,6 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.channels import AHEAD
@@ -16,6 +15,7 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import CallArguments, WholeBatch
 from cnnstrategies.placed import GlooLink, Places
+from tests.runner.ranks import run_ranks
 
 SAMPLES = 7
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from turns import on_ranks
 
 from cnnstrategies.placed import ForeignTensor, Place, Places
+from tests.placed.turns import on_ranks
 
 Program = Callable[..., Any]
 

@@ -1,6 +1,6 @@
 """Every operation that torch's own tests have samples for, with its operands at places.
 
-    PYTHONPATH=tests/placed python tests/placed/sweep.py [NAME ...]
+    python -m tests.placed.sweep [NAME ...]
 
 prints the operations that give another result than on one device, with three samples of each operation.
 """
@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from placements import check
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.placed import Place, RefusedError
+from tests.placed.placements import check
 
 # Places of the first and the second tensor of a sample, and so on. A sample's place is chosen by its number, so that
 # all kinds of places occur without running each sample at each place.

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from placements import compare
 from torch import Tensor, nn
-from turns import on_ranks, outcomes
 
 from cnnstrategies.optimizer_trial import is_elementwise
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
+from tests.placed.placements import compare
+from tests.placed.turns import on_ranks, outcomes
 
 AT = [(0,), (1,), None, (1,)]
 STEPS = 4

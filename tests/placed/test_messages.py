@@ -8,14 +8,14 @@ from collections import Counter
 import lightning.pytorch
 import pytest
 import torch
-from placements import place_all
-from ranks import run_ranks
 from torch import nn
-from turns import on_ranks, outcomes
 
 from cnnstrategies.placed import DivergedError, ForeignTensor, GlooLink, Places, RefusedError
 from cnnstrategies.placed.call_site import call_site
 from cnnstrategies.placed.messages import Messages
+from tests.placed.placements import place_all
+from tests.placed.turns import on_ranks, outcomes
+from tests.runner.ranks import run_ranks
 
 
 def line_of(function, text):

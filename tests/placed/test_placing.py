@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from placements import compare
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from turns import on_ranks, outcomes
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.placed.placing import place_tensors
+from tests.placed.placements import compare
+from tests.placed.turns import on_ranks, outcomes
 
 AT = [(0,), (1,)]
 

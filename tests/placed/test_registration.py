@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cnnstrategies.placed import ForeignTensor, GlooLink, Places
 from cnnstrategies.placed.registration import PlannedParameter, register_at_places
+from tests.runner.ranks import run_ranks
 
 
 class Initialised(nn.Module):

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from placements import check, place_all
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from turns import on_ranks
+
+from tests.placed.placements import check, place_all
+from tests.placed.turns import on_ranks
 
 FIRST, SECOND, PAIR = (0,), (1,), (1, 2)
 # Places of two operands.

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from placements import compare
 from torch import nn
-from turns import on_ranks
 
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
+from tests.placed.placements import compare
+from tests.placed.turns import on_ranks
 
 AT = [(0,), (1,), None]
 STEPS = 7

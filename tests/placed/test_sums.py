@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from placements import compare
 from torch import Tensor, nn
-from turns import on_ranks
 
 from cnnstrategies.placed import Places
+from tests.placed.placements import compare
+from tests.placed.turns import on_ranks
 
 pytestmark = pytest.mark.light
 PLACE = (0, 2)

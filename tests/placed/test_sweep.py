@@ -1,7 +1,8 @@
 """Every operation of which torch has samples gives at places what it gives on one device."""
 
 import pytest
-from sweep import failures, torch_operations
+
+from tests.placed.sweep import failures, torch_operations
 
 STRIDES = "torch computes other strides without values than on the CPU"
 # Names of operations with differences that have a reason.

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from placements import check
 from torch import Tensor, nn
-from turns import on_ranks, outcomes
 
 from cnnstrategies.placed import DivergedError, Places
+from tests.placed.placements import check
+from tests.placed.turns import on_ranks, outcomes
 
 FIRST, SECOND, PAIR = (0,), (1,), (1, 2)
 PLACES = [(FIRST, SECOND, None), (PAIR, FIRST, SECOND)]

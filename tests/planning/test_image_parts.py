@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planning.random_graphs import chain
-from spatial.parts_in_turn import on_parts
 from torch import nn
 
 from cnnstrategies.pipeline.tracing import trace_open
@@ -23,6 +21,8 @@ from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.spatial import spatial
 from cnnstrategies.spatial import RowsTensor, SpatialParts, gradient_sums
 from cnnstrategies.strategies.spatial import replicas
+from tests.planning.random_graphs import chain
+from tests.spatial.parts_in_turn import on_parts
 
 LINK = Link(bandwidth=1e6, latency=1e-3, work=1e-4)
 PARTS = PartCosts(

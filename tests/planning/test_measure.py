@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cuda import simulate
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
@@ -18,6 +17,7 @@ from cnnstrategies.planning import measure, measure_links, measure_nodes
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.measure import profile
 from cnnstrategies.planning.measure_links import MEDIUM, SMALL, measure_cluster, measure_local_link, prices
+from tests.runner.simulated_cuda import simulate
 
 CPU = torch.device("cpu")
 

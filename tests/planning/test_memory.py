@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planning.random_graphs import chain
 from torch import Tensor, nn
 
 from cnnstrategies.networks import SmallResNet, UNet
@@ -28,6 +27,7 @@ from cnnstrategies.planning.memory import (
     replica_peak,
     shared_slices,
 )
+from tests.planning.random_graphs import chain
 
 CPU = torch.device("cpu")
 

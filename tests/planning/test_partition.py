@@ -6,7 +6,12 @@ import time
 from dataclasses import replace
 
 import pytest
-from planning.random_graphs import (
+
+from cnnstrategies.pipeline.timetable import Layout, timetable
+from cnnstrategies.planning import partition
+from cnnstrategies.planning.cluster import Cluster, Host
+from cnnstrategies.planning.costs import Link
+from tests.planning.random_graphs import (
     all_layouts,
     chain,
     excess,
@@ -17,11 +22,6 @@ from planning.random_graphs import (
     random_question_on_machines,
     with_unequal_devices,
 )
-
-from cnnstrategies.pipeline.timetable import Layout, timetable
-from cnnstrategies.planning import partition
-from cnnstrategies.planning.cluster import Cluster, Host
-from cnnstrategies.planning.costs import Link
 
 pytestmark = pytest.mark.light
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning.random_graphs import chain, predictor
 from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
@@ -18,6 +17,7 @@ from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.report import stages_table, summary
 from cnnstrategies.planning.sections import Section
+from tests.planning.random_graphs import chain, predictor
 
 pytestmark = pytest.mark.light
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value, from_two_sizes
 from cnnstrategies.planning.profile_csv import read_profile
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.light
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from planning.random_graphs import chain
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
@@ -15,6 +14,7 @@ from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.parameter_server import ParameterServer, mean_value_analysis
 from cnnstrategies.planning.rank import Ranking, data_parallel, rank
 from cnnstrategies.planning.report import write_overlay
+from tests.planning.random_graphs import chain
 
 pytestmark = pytest.mark.light
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from planning.random_graphs import chain, random_costs
 
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
@@ -16,6 +15,7 @@ from cnnstrategies.planning.memory import NO_STATE
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.recompute import choose_segments, recomputed_peak, segments_of
 from cnnstrategies.planning.report import write_overlay
+from tests.planning.random_graphs import chain, random_costs
 
 pytestmark = pytest.mark.light
 LINK = Link(1e10, 1e-5)

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning.random_graphs import all_layouts, chain, predictor, random_costs, random_link
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.costs import Link, NodeCost, Profile
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.recut import recut
+from tests.planning.random_graphs import all_layouts, chain, predictor, random_costs, random_link
 
 pytestmark = pytest.mark.light
 

@@ -4,10 +4,10 @@ import multiprocessing
 import signal
 
 import pytest
-from cluster.processes_of import wait_until
-from conftest import kill_group
 
 from cnnstrategies.planning.tune import trial
+from tests.cluster.processes_of import wait_until
+from tests.runner.forked import kill_group
 
 MODULE = "forked_program"
 PROGRAM = """

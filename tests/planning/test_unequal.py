@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planning.random_graphs import best_of_all, chain, predictor, random_question, with_unequal_memories
 from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
@@ -27,6 +26,7 @@ from cnnstrategies.planning.predict import choose_layout
 from cnnstrategies.planning.rank import NothingFitsError, Ranking, data_parallel, rank
 from cnnstrategies.planning.recompute import RECOMPUTED
 from cnnstrategies.planning.report import trainer_section
+from tests.planning.random_graphs import best_of_all, chain, predictor, random_question, with_unequal_memories
 
 pytestmark = pytest.mark.light
 

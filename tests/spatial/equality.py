@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from parts_in_turn import on_parts
 from torch import Tensor, nn
-from turns import generator_states, set_generators
 
 from cnnstrategies.spatial import RowsTensor, SpatialParts
+from tests.placed.turns import generator_states, set_generators
+from tests.spatial.parts_in_turn import on_parts
 
 
 def differentiable(tensor: Tensor) -> Tensor:

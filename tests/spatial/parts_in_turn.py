@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from turns import MemoryLink, Turns
 
 from cnnstrategies.spatial import SpatialParts
+from tests.placed.turns import MemoryLink, Turns
 
 
 class TensorLink:

@@ -1,27 +1,22 @@
 """Random layers of random networks on divided images of 1 to 130 rows, compared with one process in float64.
 
 `make test` tries a few networks. `make fuzz-spatial N=5000` tries more. A failure names its seed, which repeats it:
-`python tests/spatial/random_layers.py 1 --first SEED`.
+`python -m tests.spatial.random_layers 1 --first SEED`.
 """
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1] / "placed"))
-
 import torch
 import torch.nn.functional as F
-from equality import check
 from torch import Tensor
 
 from cnnstrategies.spatial import convolutions
+from tests.spatial.equality import check
 
 # A layer gets the images and the weights, of which it takes its own, and returns images.
 Layer = Callable[[Tensor, list[Tensor]], Tensor]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from parts_in_turn import on_parts
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from cnnstrategies.spatial import SpatialParts, gradient_sums
+from tests.spatial.parts_in_turn import on_parts
 
 torch.manual_seed(6)
 IMAGES = torch.randn(2, 3, 11, 5, dtype=torch.float64)

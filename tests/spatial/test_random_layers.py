@@ -1,7 +1,8 @@
 """Random layers of random networks; `random_layers.py` tries more of them."""
 
 import pytest
-from random_layers import check_seed
+
+from tests.spatial.random_layers import check_seed
 
 PARTS, NETWORKS = 2, 14
 

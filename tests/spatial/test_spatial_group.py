@@ -5,10 +5,10 @@ import copy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.spatial import GroupLink, SpatialParts
+from tests.runner.ranks import run_ranks
 
 torch.manual_seed(5)
 NETWORK = nn.Sequential(

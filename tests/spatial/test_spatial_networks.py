@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import check_training
-from spatial_networks import ResNet, UNet
 from torch import Tensor
+
+from tests.spatial.equality import check_training
+from tests.spatial.spatial_networks import ResNet, UNet
 
 
 @pytest.mark.light

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import check
 from torch import Tensor
+
+from tests.spatial.equality import check
 
 Draw = random.Random
 REPETITIONS, MANY_REPETITIONS = 2, 40

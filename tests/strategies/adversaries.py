@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import run_apart
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart
 
 SAMPLES, BATCH = 32, 8
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import PlainCNN
+
+from tests.conftest import PlainCNN
 
 COMMON = [
-    "--model.init_args.network=conftest.PlainCNN",
+    "--model.init_args.network=tests.conftest.PlainCNN",
     "--trainer.precision=64-true",
     "--trainer.max_epochs=2",
     "--trainer.num_sanity_val_steps=0",

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import PlainCNN
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from ranks import run_apart
 from torch import nn
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.data.loading import TensorSource
+from tests.conftest import PlainCNN
+from tests.runner.ranks import run_apart
 
 ADAMW = partial(torch.optim.AdamW, lr=0.002)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 def fault_arguments(**fault_options: Any) -> list[str]:
     """Return the command-line arguments that add a :class:`Fault` with these options."""
     options = [f"--trainer.callbacks.init_args.{name}={value}" for name, value in fault_options.items()]
-    return ["--trainer.callbacks+=fault_injection.Fault", *options]
+    return ["--trainer.callbacks+=tests.strategies.fault_injection.Fault", *options]
 
 
 class Fault(Callback):
@@ -73,7 +73,7 @@ class Pause(Callback):
         time.sleep(0.1)
 
 
-PAUSES = "--trainer.callbacks+=fault_injection.Pause"
+PAUSES = "--trainer.callbacks+=tests.strategies.fault_injection.Pause"
 
 
 def fail(*_: object) -> None:

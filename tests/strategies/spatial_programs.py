@@ -19,12 +19,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT, quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from spatial_networks import ResNet, UNet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import SumMetric
@@ -38,6 +36,8 @@ from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.spatial import RowsTensor
 from cnnstrategies.strategies import SpatialStrategy
 from cnnstrategies.strategies.predicted_memory import predicted_memory
+from tests.conftest import ROOT, quiet_trainer
+from tests.spatial.spatial_networks import ResNet, UNet
 
 CLASSES = 5
 SAMPLES, HEIGHT, WIDTH = 11, 41, 33

@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import quiet_trainer
-from digit_runs import assert_same_run, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
@@ -17,6 +15,8 @@ from cnnstrategies.pipeline import tracing
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.predicted_memory import predicted_memory
+from tests.conftest import quiet_trainer
+from tests.strategies.digit_runs import assert_same_run, train
 
 
 class Normalised(nn.Sequential):

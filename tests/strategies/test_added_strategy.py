@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, PlainCNN, quiet_trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -18,6 +17,7 @@ from lightning.pytorch.strategies import (
 from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
+from tests.conftest import ROOT, PlainCNN, quiet_trainer
 
 PAGE = ROOT / "docs/development/add-a-strategy.md"
 

@@ -6,11 +6,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import digit_runs
 import pytest
 import torch
-from conftest import PlainCNN, quiet_trainer
-from digit_runs import Digits, assert_same_run, logged, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional
@@ -18,6 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy, balancing, stopwatch
+from tests.conftest import PlainCNN, quiet_trainer
+from tests.strategies import digit_runs
+from tests.strategies.digit_runs import Digits, assert_same_run, logged, train
 
 
 class DealAtRandom(Callback):

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_placed_loading import placed
 from torch import Tensor, nn
 from torchmetrics import JaccardIndex
-from turns import MemoryLink, Turns
 
 from cnnstrategies.placed import Places
 from cnnstrategies.strategies.hybrid_pipeline import metric_values
 from cnnstrategies.strategies.hybrid_pipeline.metric_values import share_metrics
+from tests.placed.turns import MemoryLink, Turns
+from tests.strategies.test_placed_loading import placed
 
 pytestmark = pytest.mark.light
 CLASSES, SAMPLES, SIZE, STEPS = 5, 4, 32, 3

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chain_program import Chain, Leftovers
-from cluster.processes_of import Program
-from conftest import in_fork
-from digit_runs import assert_same_run
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from ranks import run_ranks
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.cluster.processes_of import Program
+from tests.runner.forked import in_fork
+from tests.runner.ranks import run_ranks
+from tests.strategies.chain_program import Chain, Leftovers
+from tests.strategies.digit_runs import assert_same_run
 
 # By strategy: the strategy of the second Trainer.
 OTHERS = {"ddp": "hybrid_pipeline", "hybrid_pipeline": "parameter_server", "parameter_server": "ddp"}

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, quiet_trainer
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import run_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import ROOT, quiet_trainer
+from tests.runner.ranks import run_ranks
 
 
 def seed_batch(batch: Any, index: int) -> None:

@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
-from digit_runs import train
 
 from cnnstrategies.strategies import CompressedDDPStrategy
+from tests.strategies.digit_runs import train
 
 # By compression: its options, and the least and largest relative error of the weights after an epoch without momentum.
 BOUNDS = {

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from conftest import PlainCNN
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -15,6 +14,7 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES, RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences_of_pipeline, warn_of_small_microbatches
+from tests.conftest import PlainCNN
 
 NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 RANDOM = "random draws (as in dropout) are each process's own"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torch.utils.data.distributed import DistributedSampler
 
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import quiet_trainer
 
 SIZE = 48
 LAYOUTS = {"two stages": [1, 1], "three ranks": [2, 1]}

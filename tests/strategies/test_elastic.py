@@ -12,9 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, wait_until
-from conftest import ROOT, leaves_no_sockets
-from digit_commands import read_samples, write_samples
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
@@ -30,6 +27,10 @@ from cnnstrategies.paramserver.places import OVER, RunAddress, find_place
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.parameter_server.joining import JoinedDispatch, check_parameters, check_seed
 from cnnstrategies.strategies.parameter_server.start import SEED
+from tests.cluster.processes_of import PYTHON, Program, wait_until
+from tests.conftest import ROOT
+from tests.runner.forked import leaves_no_sockets
+from tests.strategies.digit_commands import read_samples, write_samples
 
 CONFIG = "experiments/digits_smallcnn_elastic_cpu"
 EPOCHS = 3
@@ -68,7 +69,7 @@ def start(name, others, *command, words=(), signum=0):
     words = [
         *("-m", "cnnstrategies", *command, "--config", CONFIG, *words),
         *("--trainer.enable_progress_bar=false", "--data.init_args.augment=false"),
-        "--trainer.callbacks+=test_elastic.Diary",
+        "--trainer.callbacks+=tests.strategies.test_elastic.Diary",
         f"--trainer.callbacks.init_args.name={name}",
         f"--trainer.callbacks.init_args.others=[{','.join(others)}]",
         f"--trainer.callbacks.init_args.signum={int(signum)}",

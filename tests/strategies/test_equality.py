@@ -2,17 +2,18 @@
 
 import re
 
-import panels
 import torch
-from conftest import PlainCNN
-from digit_commands import COMMON, checkpoint
-from digit_runs import assert_same_run, logged
+
+from tests.conftest import PlainCNN
+from tests.runner import panels
+from tests.strategies.digit_commands import COMMON, checkpoint
+from tests.strategies.digit_runs import assert_same_run, logged
 
 # Each layer has its own learning rate and each class its own weight. Biases have no weight decay, the learning rate
 # warms up, and predictions are means over mirror images.
 RECIPE = [
-    "--model.init_args.network=digit_commands.GroupedCNN",
-    "--model.init_args.optimizer=digit_commands.OwnSGD",
+    "--model.init_args.network=tests.strategies.digit_commands.GroupedCNN",
+    "--model.init_args.optimizer=tests.strategies.digit_commands.OwnSGD",
     "--model.init_args.layer_lr_decay=0.5",
     "--model.init_args.class_weights=balanced",
     "--model.init_args.test_flips=true",

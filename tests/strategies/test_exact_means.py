@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.exact_means import average_exactly, widened
+from tests.conftest import quiet_trainer
 
 SAMPLES = (7, 45, 359)  # With batches of 4, all ranks have the same number of batches, and some ranks fewer samples.
 NAMES = ("epoch", "both_epoch", "constant")

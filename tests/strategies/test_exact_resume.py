@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_ranks
 
 
 def network(dropout: float) -> nn.Module:

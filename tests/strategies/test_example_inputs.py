@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
-from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import example_inputs
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
 
 
 class Module(LightningModule):

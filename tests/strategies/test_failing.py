@@ -13,12 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PlainCNN, quiet_trainer, run_forked
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from patience import at_most
-from ranks import run_started
 from torch.distributed import HashStore
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,6 +35,10 @@ from cnnstrategies.strategies import (
     failing,
     meeting,
 )
+from tests.conftest import PlainCNN, quiet_trainer
+from tests.runner.forked import run_forked
+from tests.runner.patience import at_most
+from tests.runner.ranks import run_started
 
 BOOM = RankFailure(1, "host-b", 7, "ValueError: boom", 1)
 GONE = RankFailure(0, "host-a", 8, "RuntimeError: Connection closed by peer", 1)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
@@ -17,7 +16,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
@@ -26,6 +24,8 @@ from torchmetrics.classification import MulticlassAUROC
 from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm
-from cluster.processes_of import PYTHON, Program, fit
-from conftest import alive
-from digit_commands import COMMON, checkpoint
-from fault_injection import fault_arguments
+
+from tests.cluster.processes_of import PYTHON, Program, fit
+from tests.runner import warm
+from tests.runner.forked import alive
+from tests.strategies.digit_commands import COMMON, checkpoint
+from tests.strategies.fault_injection import fault_arguments
 
 pytestmark = pytest.mark.cluster  # These tests wait for time-outs.
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import Callback, LightningModule
-from ranks import run_apart
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -27,6 +25,8 @@ from cnnstrategies.strategies import (
 )
 from cnnstrategies.strategies.balancing import Balance
 from cnnstrategies.strategies.loss_comparison import compare_with_parts
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart
 
 SAMPLES, GLOBAL_BATCH, CLASSES = 22, 6, 4
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0, 0.5], dtype=torch.float64)

@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import memory_program
 import pytest
-from conftest import ROOT
+
+from tests.conftest import ROOT
+from tests.strategies import memory_program
 
 pytestmark = pytest.mark.cluster
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import wait_until
-from conftest import leaves_no_sockets
-from digit_commands import COMMON, checkpoint, read_samples, served, write_samples
 from lightning.pytorch import Callback
-from test_parameter_server_faults import PATIENT
+
+from tests.cluster.processes_of import wait_until
+from tests.runner.forked import leaves_no_sockets
+from tests.strategies.digit_commands import COMMON, checkpoint, read_samples, served, write_samples
+from tests.strategies.test_parameter_server_faults import PATIENT
 
 pytestmark = pytest.mark.cluster  # These tests take long.
 SECONDS = 60.0  # Longest wait for the restarted worker.
@@ -78,7 +79,7 @@ def test_a_restarted_worker_joins_in_mid_epoch_of_a_resumed_run(run_cli, quick, 
 
     code, output = fit(FIRST)
     assert code == 0, output
-    diary = ["--trainer.callbacks+=test_midway.Diary", f"--trainer.callbacks.init_args.fatal={fatal}"]
+    diary = ["--trainer.callbacks+=tests.strategies.test_midway.Diary", f"--trainer.callbacks.init_args.fatal={fatal}"]
     code, output = fit(EPOCHS, f"--ckpt_path={checkpoint('run').resolve()}", *diary)
     assert code == 0, output
     assert f"Rank 1 was restarted and continues in epoch {fatal}" in output, output
@@ -94,7 +95,11 @@ def test_a_restarted_worker_joins_in_mid_epoch_of_a_resumed_run(run_cli, quick, 
 
 def test_a_run_stopped_within_an_epoch_resumes_with_the_remaining_samples(run_cli, quick):
     options = {"mode": "async", "data_dispatch": "dynamic", **PATIENT}
-    few = ["--data.init_args.global_batch_size=32", "--trainer.callbacks+=test_midway.Stop", "--trainer.max_epochs=3"]
+    few = [
+        "--data.init_args.global_batch_size=32",
+        "--trainer.callbacks+=tests.strategies.test_midway.Stop",
+        "--trainer.max_epochs=3",
+    ]
     common = [*quick, *COMMON, *served(**options), *few]
     code, output = run_cli("fit", *common, "--trainer.logger.init_args.name=stopped")
     assert code == 128 + signal.SIGTERM, output

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch.utils.data import (
 
 from cnnstrategies.divided_batches import DividedBatches, takes_sampler
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from tests.conftest import quiet_trainer
 
 SIZE = 48
 SAMPLES = TensorDataset(torch.arange(SIZE * 4, dtype=torch.float64).view(SIZE, 4), torch.arange(SIZE))

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
 
 
 class Network(nn.Sequential):

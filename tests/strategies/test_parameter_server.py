@@ -6,13 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import digit_commands
 import pytest
 import torch
-from conftest import PlainCNN, leave_undrawn
-from digit_commands import COMMON, checkpoint
-from digit_runs import ADAMW, assert_same_run, load, logged, train
-from fault_injection import fault_arguments
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
@@ -22,6 +17,11 @@ from cnnstrategies.callbacks.traffic import ServerTraffic
 from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.protocol import facts_of
+from tests.conftest import PlainCNN, leave_undrawn
+from tests.strategies import digit_commands
+from tests.strategies.digit_commands import COMMON, checkpoint
+from tests.strategies.digit_runs import ADAMW, assert_same_run, load, logged, train
+from tests.strategies.fault_injection import fault_arguments
 
 served = partial(ParameterServerStrategy, start_method="fork")
 OPTIONS: dict[str, dict[str, Any]] = {

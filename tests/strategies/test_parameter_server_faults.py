@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import leaves_no_sockets
-from digit_commands import COMMON, checkpoint, served
-from digit_runs import logged
-from fault_injection import fault_arguments
-from ports import free_port
 
 from cnnstrategies.paramserver.drivers import control
 from cnnstrategies.paramserver.supervision import Supervision
+from tests.runner.forked import leaves_no_sockets
+from tests.runner.ports import free_port
+from tests.strategies.digit_commands import COMMON, checkpoint, served
+from tests.strategies.digit_runs import logged
+from tests.strategies.fault_injection import fault_arguments
 
 pytestmark = pytest.mark.cluster  # These tests wait for time-outs.
 

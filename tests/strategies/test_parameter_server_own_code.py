@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import quiet_trainer
-from digit_runs import train
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -21,6 +19,8 @@ from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.checks import watch_gradients
 from cnnstrategies.strategies.parameter_server.observer_hooks import gradient_observers, later_readers, weight_observers
 from cnnstrategies.verifying import verify
+from tests.conftest import quiet_trainer
+from tests.strategies.digit_runs import train
 
 SAMPLES, STEPS = 32, 4
 

@@ -9,12 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import run_apart
-from simulated_cuda import simulate
-from simulated_gpu import DEVICE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -23,6 +19,10 @@ from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler
 from cnnstrategies.strategies.parameter_server.start import restore_trainer, trainer_state
 from cnnstrategies.strategies.parameter_server.step import Unfinished
 from cnnstrategies.strategies.protocol import facts_of
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart
+from tests.runner.simulated_cuda import simulate
+from tests.runner.simulated_gpu import DEVICE
 
 BATCH, BATCHES, CLASSES = 8, 6, 4
 MARK = 1000.0  # Value of a pixel that makes the loss of its batch infinite.

@@ -7,11 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from chain_program import Chain
-from digit_commands import served
-from fault_injection import Fault
-from ports import free_port
-from ranks import run_started
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address
@@ -20,6 +15,11 @@ from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import base, run
 from cnnstrategies.strategies.parameter_server.run import VARIABLE, NodeLayout, Sessions
+from tests.runner.ports import free_port
+from tests.runner.ranks import run_started
+from tests.strategies.chain_program import Chain
+from tests.strategies.digit_commands import served
+from tests.strategies.fault_injection import Fault
 
 LAYOUT = NodeLayout(1, 0, 2, "127.0.0.1", 29400)
 DEDICATED = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"}

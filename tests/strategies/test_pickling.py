@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import CompressedDDPStrategy, ParameterServerStrategy
+from tests.conftest import quiet_trainer
 
 
 class Module(LightningModule):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PlainCNN
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
 from cnnstrategies.strategies.hybrid_pipeline import profiling
 from cnnstrategies.strategies.hybrid_pipeline.example_inputs import arguments_of_call
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
+from tests.conftest import PlainCNN
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from test_pipeline_ways_to_write import CLASSES, Module, differ
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_
+
+from tests.strategies.test_pipeline_ways_to_write import CLASSES, Module, differ
 
 
 class Own(Module):

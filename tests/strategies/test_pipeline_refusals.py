@@ -9,14 +9,23 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.compile import from_compiled
-from ranks import run_apart
-from test_pipeline_ways_to_write import CLASSES, Classifier, Module, OwnForward, Siamese, classifier, differ, fit
 from torch import Tensor, nn
 
 from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_state
+from tests.runner.ranks import run_apart
+from tests.strategies.test_pipeline_ways_to_write import (
+    CLASSES,
+    Classifier,
+    Module,
+    OwnForward,
+    Siamese,
+    classifier,
+    differ,
+    fit,
+)
 
 
 def changed(name: str, change: Callable[[Any], object], base: type[Module] = Classifier) -> type[Module]:

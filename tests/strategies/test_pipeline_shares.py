@@ -4,18 +4,18 @@ import random
 from functools import partial
 from pathlib import Path
 
-import digit_runs
 import pytest
 import torch
-from conftest import PlainCNN, leave_undrawn
-from digit_runs import assert_same_run, logged, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_balanced import DealAtRandom, PlainDigits
 
 from cnnstrategies.callbacks import Pictures
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import PlainCNN, leave_undrawn
+from tests.strategies import digit_runs
+from tests.strategies.digit_runs import assert_same_run, logged, train
+from tests.strategies.test_balanced import DealAtRandom, PlainDigits
 
 
 def piped(shares, replicas=(3, 1), **more):

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
-from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 from torchmetrics.classification import MulticlassAccuracy
 
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
 
 SAMPLES = 15  # The three steps have 6, 6 and 3 samples.
 SIZE = 8

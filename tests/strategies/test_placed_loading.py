@@ -17,7 +17,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
-from turns import generator_states, on_ranks, outcomes, set_generators
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
@@ -26,6 +25,7 @@ from cnnstrategies.placed.partial import PartialTensor
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
+from tests.placed.turns import generator_states, on_ranks, outcomes, set_generators
 
 SIZE = 22
 Pair = namedtuple("Pair", "left right")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from test_placed_loading import check_equal
 from torch import Tensor, nn
 from torchmetrics import (
     AUROC,
@@ -20,11 +19,12 @@ from torchmetrics import (
     Metric,
     MetricCollection,
 )
-from turns import on_ranks
 
 from cnnstrategies.strategies.hybrid_pipeline import metric_values
 from cnnstrategies.strategies.hybrid_pipeline.metric_values import share_metrics
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
+from tests.placed.turns import on_ranks
+from tests.strategies.test_placed_loading import check_equal
 
 pytestmark = pytest.mark.light
 CLASSES = {"task": "multiclass", "num_classes": 3}

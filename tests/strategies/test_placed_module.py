@@ -3,12 +3,12 @@
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from ranks import run_ranks
-from test_placed_network import placed
 from torch import Tensor, nn
 
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
+from tests.pipeline.test_placed_network import placed
+from tests.runner.ranks import run_ranks
 
 
 class Module(LightningModule):

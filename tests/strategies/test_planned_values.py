@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_placed_loading import placed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
-from turns import on_ranks
 
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
@@ -20,6 +18,8 @@ from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.measure_values import step_values
 from cnnstrategies.planning.step_values import StepValues
 from cnnstrategies.strategies.hybrid_pipeline.metric_values import share_metrics
+from tests.placed.turns import on_ranks
+from tests.strategies.test_placed_loading import placed
 
 pytestmark = pytest.mark.light
 SAMPLES, SIZE, CLASSES, SMALL = 6, 24, 4, 1000

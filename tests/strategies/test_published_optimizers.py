@@ -4,7 +4,7 @@ import importlib.util
 from functools import partial
 from pathlib import Path
 
-from turns import on_ranks
+from tests.placed.turns import on_ranks
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "optimizers" / "published.py"
 KINDS = {

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm
-from conftest import leaves_no_sockets
-from digit_commands import COMMON, checkpoint
 from lightning.pytorch import Callback
 
 from cnnstrategies.callbacks import summary
 from cnnstrategies.runtime.processes import one_refusal
+from tests.runner import warm
+from tests.runner.forked import leaves_no_sockets
+from tests.strategies.digit_commands import COMMON, checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.warm]  # These tests wait for time-outs.
 
@@ -244,7 +244,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
     resource_tracker.ensure_running()  # If the run started its own tracker, it would be taken for a rank.
 
     def fit(name):
-        marks = "--trainer.callbacks+=test_random_faults.Marks"
+        marks = "--trainer.callbacks+=tests.strategies.test_random_faults.Marks"
         about = [marks, f"--trainer.logger.init_args.name={name}", f"--trainer.max_epochs={EPOCHS}"]
         return run_cli("fit", *quick, *COMMON, *fault.words, *about)
 

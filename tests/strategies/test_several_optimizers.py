@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from adversaries import KINDS, train
-from digit_runs import assert_same_run
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -19,6 +17,8 @@ from cnnstrategies.paramserver.specification import STEP_CLIP_NORM, STEP_CLIP_VA
 from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.checks import watch_gradients
 from cnnstrategies.strategies.parameter_server.step_clips import StepClips
+from tests.strategies.adversaries import KINDS, train
+from tests.strategies.digit_runs import assert_same_run
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "servers": partial(ParameterServerStrategy, start_method="fork", servers_per_node=2),

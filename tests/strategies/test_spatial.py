@@ -13,29 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
-from parts_in_turn import on_parts
-from ranks import run_apart, run_ranks
-from spatial_programs import (
-    CLASSES,
-    PROGRAMS,
-    OwnModule,
-    Slow,
-    Spiked,
-    images_with,
-    peaks,
-    train_all,
-    train_from,
-    train_in,
-    train_with_hook,
-    train_with_signal,
-    train_with_sleep,
-)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from whole_step_cases import CASES, Case
-from whole_step_cases.running import on_one_device, on_ranks, verdict
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.commands.scaling.recorder import TimelineRecorder
@@ -53,6 +33,26 @@ from cnnstrategies.strategies.spatial.panel import describe_groups, describe_par
 from cnnstrategies.strategies.spatial.parted_batches import part_batch
 from cnnstrategies.strategies.spatial.same_weights import SameWeights
 from cnnstrategies.strategies.spatial.step_costs import describe_costs, describe_rows
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
+from tests.spatial.parts_in_turn import on_parts
+from tests.strategies.spatial_programs import (
+    CLASSES,
+    PROGRAMS,
+    OwnModule,
+    Slow,
+    Spiked,
+    images_with,
+    peaks,
+    train_all,
+    train_from,
+    train_in,
+    train_with_hook,
+    train_with_signal,
+    train_with_sleep,
+)
+from tests.strategies.whole_step_cases import CASES, Case
+from tests.strategies.whole_step_cases.running import on_one_device, on_ranks, verdict
 
 TIMEOUT = 60.0
 ALL = tuple(PROGRAMS)

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import quiet_trainer
 from lightning.pytorch.callbacks import LambdaCallback
-from ranks import run_ranks
 from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +20,8 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.planning import measure_nodes
 from cnnstrategies.strategies import HybridPipelineStrategy, stopwatch
 from cnnstrategies.strategies.hybrid_pipeline import stage_times
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_ranks
 
 LOSS = 6
 seconds = [100.0] * 6 + [0.0]  # Seconds of each layer, and of the loss, for a sample; real seconds are negligible.

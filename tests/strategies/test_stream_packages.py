@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_streams import BATCH, EVERYTHING, SIZE, balanced, noted, sample, train
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from cnnstrategies.callbacks import StreamCounts
+from tests.strategies.test_streams import BATCH, EVERYTHING, SIZE, balanced, noted, sample, train
 
 PACKAGES = ("datasets", "torchdata", "webdataset", "litdata")
 pytestmark = [

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from cnnstrategies.callbacks import FirstBatch, StreamCounts
 from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
+from tests.conftest import quiet_trainer
 
 SIZE = 22
 BATCH = 2

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import BalancedDDPStrategy, CompressedDDPStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.torch_group import WorkerExchange, close_worker_group, open_worker_group
+from tests.conftest import quiet_trainer
 
 SIZE = 48
 MODES: dict[str, dict[str, Any]] = {

@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import quiet_trainer
-from device_order import Message, check_order
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import run_apart, run_ranks
-from simulated_cuda import simulate
-from simulated_gpu import DEVICE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -28,6 +23,11 @@ from cnnstrategies.planning import measure
 from cnnstrategies.spatial import gradient_sums
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
 from cnnstrategies.strategies.balancing import Balance
+from tests.conftest import quiet_trainer
+from tests.runner.device_order import Message, check_order
+from tests.runner.ranks import run_apart, run_ranks
+from tests.runner.simulated_cuda import simulate
+from tests.runner.simulated_gpu import DEVICE
 
 STEPS = 3
 PROFILE = partial(measure.profile, repeats=1)  # The profile must run, but its times are irrelevant here.
@@ -406,7 +406,7 @@ def test_a_second_forward_on_a_gpu_draws_what_the_first_forward_drew() -> None:
 def from_the_command_line() -> Counter[str]:
     graceful_stop.CHECK_SECONDS = 1000.0
     options = ["strategy=auto", "accelerator=gpu", "devices=1", "max_epochs=1", "limit_train_batches=4"]
-    options += ["log_every_n_steps=100", "callbacks+=test_trainer_on_gpu.Waits"]
+    options += ["log_every_n_steps=100", "callbacks+=tests.strategies.test_trainer_on_gpu.Waits"]
     with simulate(), contextlib.suppress(SystemExit):
         cli.main(["fit", "--config", "quickstart.yaml", *(f"--trainer.{option}" for option in options)])
     waits: Counter[str] = torch.load("waits0", weights_only=False)[0]

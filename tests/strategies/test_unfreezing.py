@@ -9,7 +9,6 @@ import pytest
 import timm.optim
 import torch
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -21,6 +20,7 @@ from cnnstrategies.paramserver.specification import Specification, hyperparamete
 from cnnstrategies.strategies import BalancedDDPStrategy, CompressedDDPStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.start import take_groups
 from cnnstrategies.strategies.unfreezing import WrapsAgain, follow_unfreezing
+from tests.conftest import quiet_trainer
 
 SAMPLES, GLOBAL_BATCH = 32, 8
 

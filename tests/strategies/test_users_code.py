@@ -7,7 +7,6 @@ import pytest
 import timm.optim
 import torch
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
+from tests.conftest import quiet_trainer
 
 SAMPLES, GLOBAL_BATCH = 64, 8
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
-from ranks import run_ranks
-from whole_step_cases import CASES, Case
-from whole_step_cases.checking import check, check_error
 
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_ranks
+from tests.strategies.whole_step_cases import CASES, Case
+from tests.strategies.whole_step_cases.checking import check, check_error
 
 # Cases of several kinds, which `make test` runs with three steps.
 FEW = (

@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from ranks import run_ranks
 from torch import Tensor, nn
-from whole_step_cases import CASES, Case
-from whole_step_cases.base import Block, Classifier, classifier
-from whole_step_cases.checking import whole_step
-from whole_step_cases.running import differences, on_one_device, train_all, verdict
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline import checks
 from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_stages
+from tests.runner.ranks import run_ranks
+from tests.strategies.whole_step_cases import CASES, Case
+from tests.strategies.whole_step_cases.base import Block, Classifier, classifier
+from tests.strategies.whole_step_cases.checking import whole_step
+from tests.strategies.whole_step_cases.running import differences, on_one_device, train_all, verdict
 
 # Cases with layers that run in a special way, that store values or count, that are called several times, or whose
 # hooks store values.

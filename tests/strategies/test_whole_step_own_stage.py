@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import run_apart, run_ranks
-from test_own_stage import AnotherEachTime, Module, OnMeta, OnMetaAtOnce, assert_same, loader, saved
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import placed_module
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
+from tests.strategies.test_own_stage import AnotherEachTime, Module, OnMeta, OnMetaAtOnce, assert_same, loader, saved
 
 
 class Teacher(Module):

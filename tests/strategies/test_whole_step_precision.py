@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from whole_step_cases.base import CLASSES, Block
 
 from cnnstrategies.pipeline.early_sums import EarlySums
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.strategies import HybridPipelineStrategy
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
+from tests.strategies.whole_step_cases.base import CLASSES, Block
 
 BATCHES = 6
 OVERFLOW = 2  # Index of the batch in whose backward a gradient of the first stage is infinite.

@@ -11,23 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import PlainCNN, quiet_trainer
-from digit_runs import assert_same_run, logged, train
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from whole_step_cases import CASES
-from whole_step_cases.base import Block
-from whole_step_cases.checking import check
-from whole_step_cases.running import differences
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.placed.partial import PartialTensor
 from cnnstrategies.strategies import HybridPipelineStrategy, stopwatch
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
+from tests.conftest import PlainCNN, quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
+from tests.strategies.digit_runs import assert_same_run, logged, train
+from tests.strategies.whole_step_cases import CASES
+from tests.strategies.whole_step_cases.base import Block
+from tests.strategies.whole_step_cases.checking import check
+from tests.strategies.whole_step_cases.running import differences
 
 BATCH, SAMPLES = 12, 45  # The last batch has 9 samples.
 

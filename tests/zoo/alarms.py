@@ -19,15 +19,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-from conftest import ROOT
-from examples import LIGHTLY, METRIC_LEARNING, lightly_entry, metric_entry
 from lightning.pytorch import LightningDataModule
-from modules import TORCHGEO, UNCERTAINTY, torchgeo_entry, uncertainty_entry
-from networks import NETWORKS, entry
 from torch.utils.data import DataLoader
-from trial import RESULTS, STRATEGIES, Entry, chosen_strategies, part_of, this_code
 
 from cnnstrategies.strategies import BalancedDDPStrategy, SpatialStrategy
+from tests.conftest import ROOT
+from tests.zoo.examples import LIGHTLY, METRIC_LEARNING, lightly_entry, metric_entry
+from tests.zoo.modules import TORCHGEO, UNCERTAINTY, torchgeo_entry, uncertainty_entry
+from tests.zoo.networks import NETWORKS, entry
+from tests.zoo.trial import RESULTS, STRATEGIES, Entry, chosen_strategies, part_of, this_code
 
 sys.path.append(str(ROOT / "benchmarks" / "guard"))
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torchvision
 from lightning.pytorch import LightningModule
-from modules import SIZE, Boxes
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trial import CLASSES, Entry, part_of, try_all
 
 from cnnstrategies import DetectionModule
+from tests.zoo.modules import SIZE, Boxes
+from tests.zoo.trial import CLASSES, Entry, part_of, try_all
 
 # By name: whether the loss is a mean over images. Faster R-CNN is left out, because it samples boxes at random.
 DETECTORS = {

@@ -1,9 +1,10 @@
 """Published networks train on divided images as on one process; `make test-zoo` runs this file."""
 
 import pytest
-from divided_networks import NETWORKS
-from divided_step import compare
-from trial import part_of
+
+from tests.zoo.divided_networks import NETWORKS
+from tests.zoo.divided_step import compare
+from tests.zoo.trial import part_of
 
 
 @pytest.mark.parametrize("name", part_of(NETWORKS))

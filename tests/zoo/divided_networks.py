@@ -12,10 +12,11 @@ from functools import partial
 import segmentation_models_pytorch
 import timm
 import torchgeo.models
-from catalogue import SEGMENTATION, SEGMENTATION_MODELS, TIMM, TORCHVISION
 from torch import nn
 from torch_uncertainty.models.segmentation import small_unet
 from torchvision.models import get_model
+
+from tests.zoo.catalogue import SEGMENTATION, SEGMENTATION_MODELS, TIMM, TORCHVISION
 
 CLASSES = 5
 ROWS, COLUMNS = 224, 64

@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from divided_networks import CLASSES, Published
-from parts_in_turn import on_parts
 from torch import Tensor, nn
 
 from cnnstrategies.spatial import RowsTensor, SpatialParts
+from tests.spatial.parts_in_turn import on_parts
+from tests.zoo.divided_networks import CLASSES, Published
 
 SAMPLES = 2
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -15,7 +15,8 @@ from lightning.pytorch import LightningModule
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
-from trial import CLASSES, Entry, images_and_labels, part_of, try_all
+
+from tests.zoo.trial import CLASSES, Entry, images_and_labels, part_of, try_all
 
 SIZE, FEATURES = 32, 96
 

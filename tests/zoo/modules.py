@@ -18,7 +18,8 @@ from torch_uncertainty.models.segmentation import packed_small_unet, seg_former,
 from torch_uncertainty.transforms import MIMOBatchFormat, RepeatTarget
 from torchgeo import trainers
 from torchgeo.datamodules.utils import collate_fn_detection
-from trial import CLASSES, Entry, part_of, try_all
+
+from tests.zoo.trial import CLASSES, Entry, part_of, try_all
 
 SIZE, SAMPLES = 32, 24
 SMALL = "test_resnet"  # timm's smallest ResNet

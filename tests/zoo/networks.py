@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 import segmentation_models_pytorch
 import timm
-from catalogue import SEGMENTATION, SEGMENTATION_MODELS, TIMM, TORCHVISION
 from torch import nn
 from torchvision.models import get_model
-from trial import CLASSES, Classifier, Entry, images_and_labels, part_of, try_all
+
+from tests.zoo.catalogue import SEGMENTATION, SEGMENTATION_MODELS, TIMM, TORCHVISION
+from tests.zoo.trial import CLASSES, Classifier, Entry, images_and_labels, part_of, try_all
 
 
 def segmenter(name: str) -> nn.Module:

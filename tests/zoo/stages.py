@@ -1,9 +1,10 @@
 """Published networks that are cut at random places into four stages; `make test-zoo` runs this file."""
 
 import pytest
-from ranks import run_apart
-from test_stage import divide_and_compare
-from trial import part_of
+
+from tests.pipeline.test_stage import divide_and_compare
+from tests.runner.ranks import run_apart
+from tests.zoo.trial import part_of
 
 TORCHVISION = (
     *("alexnet", "googlenet", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5"),

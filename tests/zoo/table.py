@@ -6,12 +6,12 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-from detectors import DETECTORS
-from examples import LIGHTLY, METRIC_LEARNING
-from modules import TORCHGEO, UNCERTAINTY
-from networks import NETWORKS
-from refusals import REFUSED
-from trial import RESULTS, STRATEGIES
+from tests.zoo.detectors import DETECTORS
+from tests.zoo.examples import LIGHTLY, METRIC_LEARNING
+from tests.zoo.modules import TORCHGEO, UNCERTAINTY
+from tests.zoo.networks import NETWORKS
+from tests.zoo.refusals import REFUSED
+from tests.zoo.trial import RESULTS, STRATEGIES
 
 PACKAGES = (
     *("torch", "lightning", "torchvision", "timm", "torchgeo", "lightly", "torch-uncertainty"),

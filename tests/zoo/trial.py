@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from lightning.pytorch import LightningModule
-from refusals import REFUSED
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +23,8 @@ from cnnstrategies.pipeline.node_uses import ordered_nodes
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES
+from tests.conftest import ROOT
+from tests.zoo.refusals import REFUSED
 
 T = TypeVar("T")
 RESULTS = Path(os.environ.get("CNNSTRATEGIES_ZOO", ROOT / "build/zoo"))

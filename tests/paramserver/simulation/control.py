@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from simulation.faults import Fault, Faults, Network, draw
-from simulation.invariants import Invariants
-from simulation.joiners import Joiners
-from simulation.plane import Outcome, play
-from simulation.toys import Toys
-from simulation.world import World
+from tests.paramserver.simulation.faults import Fault, Faults, Network, draw
+from tests.paramserver.simulation.invariants import Invariants
+from tests.paramserver.simulation.joiners import Joiners
+from tests.paramserver.simulation.plane import Outcome, play
+from tests.paramserver.simulation.toys import Toys
+from tests.paramserver.simulation.world import World
 
 TIMEOUT = 1.0
 BUSY = 1.5  # Seconds within which faults begin.

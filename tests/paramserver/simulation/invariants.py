@@ -1,4 +1,4 @@
-"""Invariants of every simulated run of the coordinator, with the numbers of :data:`~simulation.rules.RULES`."""
+"""Invariants of every simulated run of the coordinator, with the numbers of :data:`.rules.RULES`."""
 
 from itertools import pairwise
 
@@ -7,10 +7,10 @@ from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Coord
 from cnnstrategies.paramserver.coordinator.status import WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from simulation.faults import DEADLY
-from simulation.plane import ViolationError
-from simulation.toys import MARKS, SAMPLES, Toys, contents
-from simulation.world import Process, World
+from tests.paramserver.simulation.faults import DEADLY
+from tests.paramserver.simulation.plane import ViolationError
+from tests.paramserver.simulation.toys import MARKS, SAMPLES, Toys, contents
+from tests.paramserver.simulation.world import Process, World
 
 WITHIN = 6  # A run must go on or end within this multiple of the time-out after a fault.
 HARD = 0.55  # A run may lose the victim of a fault or silence that is longer than this multiple of the time-out.

@@ -8,9 +8,9 @@ from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.coordinator.status import PLACE, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
-from simulation.faults import draw
-from simulation.toys import CHUNK, SAMPLES, Toys, first_value, newer_view
-from simulation.world import Ask, Program, Sleep, World
+from tests.paramserver.simulation.faults import draw
+from tests.paramserver.simulation.toys import CHUNK, SAMPLES, Toys, first_value, newer_view
+from tests.paramserver.simulation.world import Ask, Program, Sleep, World
 
 AHEAD = 2  # Number of chunks that a joiner holds at once.
 LATEST = 2.5  # Latest time, in seconds, at which a joiner first asks for a place.

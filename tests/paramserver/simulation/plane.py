@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from simulation.rules import RULES
-from simulation.traces import Cue
-from simulation.world import World
+from tests.paramserver.simulation.rules import RULES
+from tests.paramserver.simulation.traces import Cue
+from tests.paramserver.simulation.world import World
 
 HORIZON = 300.0  # Longest duration of a run, in seconds of virtual time.
 EVENTS = 100_000  # Largest number of events of a run. Few runs have a tenth of it.
@@ -16,7 +16,7 @@ class ViolationError(Exception):
     """An invariant that does not hold.
 
     Args:
-        rule: Number of the invariant in :data:`~simulation.rules.RULES`.
+        rule: Number of the invariant in :data:`~tests.paramserver.simulation.rules.RULES`.
         text: What has happened.
     """
 

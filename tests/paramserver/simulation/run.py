@@ -1,4 +1,4 @@
-"""Command that simulates runs: `python -m simulation.run [--first N] [--seeds N]`, or `make simulate`."""
+"""Simulate runs: `python -m tests.paramserver.simulation.run [--first N] [--seeds N]`, or `make simulate`."""
 
 import argparse
 import gc
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from simulation import control, traces
-from simulation.data import run as data
-from simulation.faults import Fault, Faults
-from simulation.plane import Outcome
-from simulation.traces import Cue, Script, Trace, as_text, changed_settings
+from tests.paramserver.simulation import control, traces
+from tests.paramserver.simulation.data import run as data
+from tests.paramserver.simulation.faults import Fault, Faults
+from tests.paramserver.simulation.plane import Outcome
+from tests.paramserver.simulation.traces import Cue, Script, Trace, as_text, changed_settings
 
 Item = TypeVar("Item")
 

@@ -12,13 +12,13 @@ from cnnstrategies.paramserver.coordinator.participant import Participant, Repor
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import View
-from simulation.faults import draw
-from simulation.plane import ViolationError
-from simulation.sameness import differing
-from simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
+from tests.paramserver.simulation.faults import draw
+from tests.paramserver.simulation.plane import ViolationError
+from tests.paramserver.simulation.sameness import differing
+from tests.paramserver.simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
 
 if TYPE_CHECKING:
-    from simulation.control import Plan
+    from tests.paramserver.simulation.control import Plan
 
 SAMPLES, CHUNK = 24, 2
 SETUP = 2  # Number of collectives before training.

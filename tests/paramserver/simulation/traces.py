@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.core.node import Peer, Send
-from simulation.faults import DEADLY, KINDS, Fault, Moment, Network
+from tests.paramserver.simulation.faults import DEADLY, KINDS, Fault, Moment, Network
 
 FOLDER = Path(__file__).parents[1] / "traces"
 PROCESS = r"\w+(?: \d+)?(?: \(incarnation \d+\))?"

@@ -20,8 +20,8 @@ from cnnstrategies.paramserver.core.node import (
     Send,
     Timer,
 )
-from simulation.faults import DEADLY, Fault, Moment, Network, draw
-from simulation.traces import Cue, name
+from tests.paramserver.simulation.faults import DEADLY, Fault, Moment, Network, draw
+from tests.paramserver.simulation.traces import Cue, name
 
 
 class Sleep(NamedTuple):

@@ -3,7 +3,7 @@
 Each file has one kind of case. `CASES` has all of them by name.
 """
 
-from whole_step_cases import (  # noqa: F401  # Each import registers cases.
+from tests.strategies.whole_step_cases import (  # noqa: F401  # Each import registers cases.
     backwards,
     comparing,
     containers,
@@ -25,6 +25,6 @@ from whole_step_cases import (  # noqa: F401  # Each import registers cases.
     trainer_options,
     views,
 )
-from whole_step_cases.base import CASES, Case
+from tests.strategies.whole_step_cases.base import CASES, Case
 
 __all__ = ["CASES", "Case"]

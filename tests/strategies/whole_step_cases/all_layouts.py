@@ -2,8 +2,8 @@
 
 import pytest
 
-from whole_step_cases import CASES
-from whole_step_cases.checking import check, check_error
+from tests.strategies.whole_step_cases import CASES
+from tests.strategies.whole_step_cases.checking import check, check_error
 
 LAYOUTS = ([1, 1], [2, 1], [1, 2], [1, 1, 1])
 

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from cnnstrategies.strategies import HybridPipelineStrategy
-from whole_step_cases import Case
-from whole_step_cases.running import on_one_device, on_ranks, verdict
+from tests.strategies.whole_step_cases import Case
+from tests.strategies.whole_step_cases.running import on_one_device, on_ranks, verdict
 
 # Ranks that have diverged end after the time-out. Here this would be a fault.
 TIMEOUT = 30.0

@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whole_step_cases.base import CLASSES, Classifier, case, classifier, dense
+from tests.strategies.whole_step_cases.base import CLASSES, Classifier, case, classifier, dense
 
 
 def nt_xent(embeddings: Tensor, temperature: float = 0.5) -> Tensor:

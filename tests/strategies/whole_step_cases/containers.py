@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from whole_step_cases.base import CLASSES, Block, Classifier, case, classifier, dense
+from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, case, classifier, dense
 
 
 @case()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whole_step_cases.base import CLASSES, Classifier, case
+from tests.strategies.whole_step_cases.base import CLASSES, Classifier, case
 
 
 class Declared(Classifier):

@@ -8,8 +8,8 @@ from torch import Tensor
 from torchmetrics import Accuracy, MetricCollection
 from torchmetrics.classification import MulticlassAUROC
 
-from whole_step_cases.base import CLASSES, Classifier, case
-from whole_step_cases.comparing import nt_xent
+from tests.strategies.whole_step_cases.base import CLASSES, Classifier, case
+from tests.strategies.whole_step_cases.comparing import nt_xent
 
 
 @case(validates=True, then=("validate",))

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
-from whole_step_cases.base import BATCH, Classifier, case
+from tests.strategies.whole_step_cases.base import BATCH, Classifier, case
 
 
 class UnfreezeFirst(BaseFinetuning):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from whole_step_cases.base import Block, Classifier, case, classifier, dense
+from tests.strategies.whole_step_cases.base import Block, Classifier, case, classifier, dense
 
 
 def normalised(gradient: Tensor) -> Tensor:

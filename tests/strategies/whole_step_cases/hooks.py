@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whole_step_cases.base import Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Classifier, case, classifier
 
 
 class ScaledBlock(nn.Module):

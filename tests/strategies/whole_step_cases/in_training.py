@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from whole_step_cases.base import Block, Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Block, Classifier, case, classifier
 
 
 class Swapping(Callback):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whole_step_cases.base import Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Classifier, case, classifier
 
 
 @case()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from whole_step_cases.base import Block, Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Block, Classifier, case, classifier
 
 PENALTIES: list[Tensor] = []
 LAST: Any = None

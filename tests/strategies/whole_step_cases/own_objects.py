@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whole_step_cases.base import Classifier, case, labelled_images
+from tests.strategies.whole_step_cases.base import Classifier, case, labelled_images
 
 
 @case(epochs=1, samples=28)

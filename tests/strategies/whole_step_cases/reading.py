@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import Accuracy, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score
 
-from whole_step_cases.base import CLASSES, Classifier, case
+from tests.strategies.whole_step_cases.base import CLASSES, Classifier, case
 
 
 @case(samples=45)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whole_step_cases.base import CLASSES, Block, Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, case, classifier
 
 
 class Cut(nn.Module):

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from conftest import quiet_trainer
-from ranks import run_apart, run_ranks
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
-from whole_step_cases.base import Case
+from tests.conftest import quiet_trainer
+from tests.runner.ranks import run_apart, run_ranks
+from tests.strategies.whole_step_cases.base import Case
 
 # Makes a strategy from the case's layout: a case and the number of replicas of each stage.
 MakeStrategy = Callable[[Case, Sequence[int]], Any]

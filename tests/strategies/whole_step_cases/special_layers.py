@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from whole_step_cases.base import CLASSES, Block, Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, case, classifier
 
 
 @case(epochs=1, samples=28)

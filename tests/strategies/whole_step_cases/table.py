@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from whole_step_cases import CASES, Case
-from whole_step_cases.running import on_one_device, on_ranks, verdict
+from tests.strategies.whole_step_cases import CASES, Case
+from tests.strategies.whole_step_cases.running import on_one_device, on_ranks, verdict
 
 
 def pipeline(case: Case, replicas: Sequence[int]) -> Any:

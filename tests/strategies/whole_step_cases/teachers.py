@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whole_step_cases.base import CLASSES, Classifier, case, classifier
-from whole_step_cases.containers import Skips
+from tests.strategies.whole_step_cases.base import CLASSES, Classifier, case, classifier
+from tests.strategies.whole_step_cases.containers import Skips
 
 
 @case()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from whole_step_cases.base import CLASSES, Classifier, case
-from whole_step_cases.finetuning import Validated
+from tests.strategies.whole_step_cases.base import CLASSES, Classifier, case
+from tests.strategies.whole_step_cases.finetuning import Validated
 
 
 @case(trainer={"accumulate_grad_batches": 2})

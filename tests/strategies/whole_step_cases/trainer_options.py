@@ -26,8 +26,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from whole_step_cases.base import CLASSES, Block, Classifier, Part, case, classifier, labelled_images
-from whole_step_cases.finetuning import Validated
+from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, Part, case, classifier, labelled_images
+from tests.strategies.whole_step_cases.finetuning import Validated
 
 
 @case(

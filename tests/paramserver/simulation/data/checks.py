@@ -1,14 +1,14 @@
-"""Invariants of the members in every simulated run of workers and servers, numbered as in ``simulation.rules``."""
+"""Invariants of the members in every simulated run of workers and servers, numbered as in :mod:`.rules`."""
 
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.specification import Specification
-from simulation.data.members import Members
-from simulation.data.processes import LOOK_WORKER
-from simulation.data.watch import MOST_WORKERS
-from simulation.faults import DEADLY
-from simulation.invariants import HARD, WITHIN
-from simulation.plane import ViolationError
-from simulation.world import Process, World
+from tests.paramserver.simulation.data.members import Members
+from tests.paramserver.simulation.data.processes import LOOK_WORKER
+from tests.paramserver.simulation.data.watch import MOST_WORKERS
+from tests.paramserver.simulation.faults import DEADLY
+from tests.paramserver.simulation.invariants import HARD, WITHIN
+from tests.paramserver.simulation.plane import ViolationError
+from tests.paramserver.simulation.world import Process, World
 
 OFTEN = 5  # Number of lost messages within a time-out that count as a cut connection.
 ENTRIES = MOST_WORKERS  # Largest number of steps, or of workers, about which a server keeps something.

@@ -13,10 +13,10 @@ from cnnstrategies.paramserver.messages import Kind
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
-from simulation.data.processes import SimulatedServer, SimulatedWorker, Wires
-from simulation.data.watch import Watch, WatchedStore
-from simulation.faults import DEADLY, Fault, draw, mixed
-from simulation.world import Process, World
+from tests.paramserver.simulation.data.processes import SimulatedServer, SimulatedWorker, Wires
+from tests.paramserver.simulation.data.watch import Watch, WatchedStore
+from tests.paramserver.simulation.faults import DEADLY, Fault, draw, mixed
+from tests.paramserver.simulation.world import Process, World
 
 STEPS = 14
 LAG = 0.4  # Seconds after which all processes have received a view.

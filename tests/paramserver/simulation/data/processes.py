@@ -14,9 +14,9 @@ from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.connections import Wait
 from cnnstrategies.paramserver.worker.worker import WorkerRole
-from simulation.data.watch import Watch, gradient, rate
-from simulation.plane import ViolationError
-from simulation.world import World
+from tests.paramserver.simulation.data.watch import Watch, gradient, rate
+from tests.paramserver.simulation.plane import ViolationError
+from tests.paramserver.simulation.world import World
 
 LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # Seconds between two looks of the drivers at the time.
 _NAMES = {kind: kind.name for kind in Kind}

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from cnnstrategies.paramserver.specification import Group, ParameterInfo, Specification
-from simulation.data.checks import Checks
-from simulation.data.members import Members
-from simulation.data.watch import MOST_WORKERS
-from simulation.faults import Faults, Network, draw
-from simulation.plane import Outcome, play
-from simulation.world import World
+from tests.paramserver.simulation.data.checks import Checks
+from tests.paramserver.simulation.data.members import Members
+from tests.paramserver.simulation.data.watch import MOST_WORKERS
+from tests.paramserver.simulation.faults import Faults, Network, draw
+from tests.paramserver.simulation.plane import Outcome, play
+from tests.paramserver.simulation.world import World
 
 TIMEOUT = 1.0
 BUSY = 1.5  # Seconds within which faults begin.

@@ -1,4 +1,4 @@
-"""Invariants of the values in every simulated run of workers and servers, numbered as in ``simulation.rules``.
+"""Invariants of the values in every simulated run of workers and servers, numbered as in :mod:`.rules`.
 
 Each gradient is a token with a single element that is not zero. The element's position names the worker, and its value
 names the step and the worker's incarnation. So a mean gradient shows the gradients that it is made of.
@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.messages import ALONE, Encoding, Header
 from cnnstrategies.paramserver.server.store import Changes, Store, encodings
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
-from simulation.plane import ViolationError
+from tests.paramserver.simulation.plane import ViolationError
 
 MOST_WORKERS = 4
 INCARNATIONS = 8

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ports import free_port
+
+from tests.runner.ports import free_port
 
 TIMEOUT = 60.0  # Seconds after which a collective fails that not all ranks call.
 LONGEST = 180.0  # Seconds of the longest run. With more tests than cores, runs with many programs take minutes.

@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from device_order import END, P2P, Message
-from simulated_gpu import (
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
+
+from cnnstrategies import _torch_private
+from tests.runner.device_order import END, P2P, Message
+from tests.runner.simulated_gpu import (
     _COLLECTIVE,
     DEVICE,
     GpuMode,
@@ -23,11 +28,6 @@ from simulated_gpu import (
     is_on_device,
     restore_device_tensors,
 )
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves
-
-from cnnstrategies import _torch_private
 
 
 class Generator:

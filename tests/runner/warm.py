@@ -33,7 +33,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from roomy_stack import roomy
+from tests.runner.roomy_stack import roomy
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 HELPER = "warm helper"  # The helper's name in `ps`, with at most 15 characters.

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from device_order import READ, Message
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -28,6 +27,7 @@ from cnnstrategies.placed import call_site, foreign
 from cnnstrategies.placed.runner import OperationRunner
 from cnnstrategies.spatial import rows_tensor
 from cnnstrategies.spatial.rows_tensor import RowsTensor
+from tests.runner.device_order import READ, Message
 
 aten = torch.ops.aten
 # Operations for which the host always waits, because their result or its shape depends on values.

@@ -7,11 +7,10 @@ import io
 import sys
 from pathlib import Path
 
-import large_pages
-
 from cnnstrategies.commands.run import lightning_cli
+from tests.runner import large_pages
 
-CONFIG = f"--config={Path(__file__).parent.parent / 'configs/quickstart.yaml'}"
+CONFIG = f"--config={Path(__file__).parents[2] / 'configs/quickstart.yaml'}"
 LOGGER = ["--trainer.logger=CSVLogger", "--trainer.logger.init_args.save_dir=runs"]
 ADAMW = ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"]
 DECAY = ["--model.init_args.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR"]
@@ -51,9 +50,7 @@ def read(many: bool) -> None:
 def import_tests(folder: Path) -> None:
     """Import the tests' modules under the names under which pytest imports them later."""
     for file in sorted(folder.rglob("test_*.py")):
-        if str(file.parent) not in sys.path:
-            sys.path.insert(0, str(file.parent))
-        importlib.import_module(file.stem)
+        importlib.import_module(".".join(("tests", *file.relative_to(folder).with_suffix("").parts)))
 
 
 def prepare(many: bool) -> None:
