@@ -92,6 +92,19 @@ COLLECTIVES = (
 
 # Names of the autograd nodes of `nll_loss`, which `cross_entropy` calls.
 CLASS_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
+# Names of the autograd nodes of functions whose results are probabilities.
+PROBABILITIES = {"softmax": "SoftmaxBackward0", "sigmoid": "SigmoidBackward0"}
+# Names of the autograd nodes of losses, or of parts of losses, that apply one of these functions to their argument.
+SCORE_LOSSES = {"LogSoftmaxBackward0": "softmax", "BinaryCrossEntropyWithLogitsBackward0": "sigmoid"}
+# Names of the autograd nodes of functions that copy or reshape a value.
+COPIES = frozenset(
+    f"{name}Backward{version}"
+    for name in (
+        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias"),
+        *("Permute", "Transpose", "T"),
+    )
+    for version in range(3)
+)
 MEAN = 1  # Number of `reduction="mean"` in the attributes of autograd nodes.
 # Names of the autograd nodes of functions that are linear in each of their arguments, and compute no products of
 # arguments that require a gradient.

@@ -108,6 +108,8 @@ class Guard(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         step = self._begun_at = trainer.global_step
         self._running.modes.begin_batch()
+        if self._running.forwards is not None:
+            self._running.forwards.begin_batch()
         if trainer.overfit_batches == 0:  # type: ignore[attr-defined]  # set outside the class
             with self._facts.local_code():
                 self._running.batches.add(batch, batch_idx)
@@ -119,7 +121,7 @@ class Guard(Callback):
         self._running.observe()
         with self._facts.local_code():
             self._running.records.before_backward(loss)
-            self._steps.before_backward()
+            self._steps.before_backward(loss)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -193,6 +195,8 @@ class Guard(Callback):
             self._replay.end()
         if self._watch is not None:
             self._steps.end()
+            if self._watch.forwards is not None:
+                self._watch.forwards.end()
         vars(trainer.strategy.checkpoint_io).pop("save_checkpoint", None)
 
     @property
@@ -242,7 +246,7 @@ class Guard(Callback):
         ):
             self._print(finding, prints)
         self._checks += 1
-        if stops or compared:
+        if stops or any(not finding.is_note for finding in compared):
             self._alarms += 1
             if self.on_finding == "stop":
                 if not facts.steps_in_lockstep:

@@ -12,8 +12,9 @@ from cnnstrategies.guarding.watch import WatchedRun
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 
 Check = Literal[
-    "replicas", "finite", "history", "moves", "rates", "calls", "modes", "replay", "batches", "samples", "checkpoint"
-]
+    "replicas", "forwards", "losses", "finite", "history", "moves", "rates", "calls", "modes", "replay", "batches",
+    "samples", "checkpoint",
+]  # fmt: skip
 
 
 def applied_checks(facts: StrategyFacts, ranks: int) -> dict[Check, bool]:
@@ -24,8 +25,11 @@ def applied_checks(facts: StrategyFacts, ranks: int) -> dict[Check, bool]:
         ranks: Number of ranks.
     """
     steps_together = facts.steps_in_lockstep and ranks > 1
+    has_whole_networks = facts.step_kind in ("replica", "worker") and not facts.divides_values
     return {
         "replicas": facts.replicas_agree and steps_together,
+        "forwards": facts.replicas_agree and steps_together and has_whole_networks and not facts.may_skip_steps,
+        "losses": True,
         "finite": True,
         "history": True,
         "moves": not facts.shards_parameters,
@@ -51,6 +55,7 @@ def watched_run(trainer: Trainer) -> WatchedRun:
         replicas_agree=applied["replicas"] and not averages_models(trainer.strategy),
         counts_alike=not facts.may_skip_steps,
         may_skip=getattr(trainer.precision_plugin, "scaler", None) is not None,
+        compares_forwards=applied["forwards"] and not is_compiled_in_part(trainer),
     )
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cnnstrategies.guarding.calls import FEWEST, ScheduleHistory, ScheduleState, StepCalls
 from cnnstrategies.guarding.findings import Finding, and_others
+from cnnstrategies.guarding.losses import wrong_input
 from cnnstrategies.guarding.modes import SWITCHED
 from cnnstrategies.guarding.watch import WatchedRun
 
@@ -42,6 +43,8 @@ class GuardedSteps:
         self._is_resumed = trainer.global_step > 0 and sees_gradients
         self._begins_anew = self._is_resumed and any(state.due > state.made == 0 for state in self._progress())
         self._calls: StepCalls | None = None
+        self._has_looked = False  # Whether a loss has been looked at.
+        self._wrong_input: tuple[str, str] | None = None
         self._step = -1  # Number of steps before the last step that has begun.
         if sees_gradients and module.automatic_optimization:
             by_norm = trainer.gradient_clip_algorithm in (None, "norm")
@@ -49,8 +52,10 @@ class GuardedSteps:
             interval = max(1, every // RECORDED)
             self._calls = StepCalls(trainer.optimizers, run.holds, interval, None if limit is None else float(limit))
 
-    def before_backward(self) -> None:
-        """Record a step before its first backward pass."""
+    def before_backward(self, loss: object) -> None:
+        """Look at the first loss, and record a step before its first backward pass."""
+        if not self._has_looked:
+            self._has_looked, self._wrong_input = True, wrong_input(loss)
         if self._calls is not None and self._trainer.global_step != self._step:
             self._step = self._trainer.global_step
             self._calls.begin_step()
@@ -83,6 +88,9 @@ class GuardedSteps:
 
     def check(self) -> Iterator[Finding]:
         """Yield the findings since the last check."""
+        if self._wrong_input is not None:
+            (fault, remedy), self._wrong_input = self._wrong_input, None
+            yield self._finding("losses", "the loss", fault, "the network ends with it", remedy, is_note=True)
         of_steps = list(self._of_steps())
         yield from of_steps
         yield from self._of_statistics()

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from cnnstrategies.guarding.findings import Finding, and_others
 
-ValueKind = Literal["option", "mode", "weight", "state", "buffer"]
+ValueKind = Literal["option", "mode", "precision", "calls", "weight", "state", "buffer"]
+OF_FORWARDS = ("precision", "calls")  # Kinds of values that a rank does not know if they are 0.
 SINCE = "continue from the last verified checkpoint, and look for the line with `cnnstrategies verify`"
 
 
@@ -79,10 +80,12 @@ def disagreements(values: Sequence[ComparedValue], gathered: Tensor, step: int) 
     differ = (gathered[..., 0] != gathered[0, :, 0]).any(0)
     for index in differ.nonzero().flatten().tolist():
         value = values[index]
-        ranks = range(len(gathered)) if value.holders is None else value.holders
+        ranks: Sequence[int] = range(len(gathered)) if value.holders is None else value.holders
+        if value.kind in OF_FORWARDS:
+            ranks = [rank for rank in ranks if gathered[rank, index, 0]]
         digests = [int(gathered[rank, index, 0]) for rank in ranks]
         changed = {bool(gathered[rank, index, 1]) for rank in ranks}
-        if len(set(digests)) == 1 or (not value.always and len(changed) == 1 and (step > 1 or changed == {True})):
+        if len(set(digests)) <= 1 or (not value.always and len(changed) == 1 and (step > 1 or changed == {True})):
             continue
         usual = Counter(digests).most_common(1)[0][0]
         odd = next(rank for rank, digest in zip(ranks, digests, strict=True) if digest != usual)
@@ -90,7 +93,7 @@ def disagreements(values: Sequence[ComparedValue], gathered: Tensor, step: int) 
     compared = sum(value.kind == "weight" for value in values)
     return [
         _finding(kind, wrong, compared, step)
-        for kind in ("option", "mode", "weight", "state", "buffer")
+        for kind in ("option", "mode", "precision", "calls", "weight", "state", "buffer")
         if kind in wrong and not (kind == "state" and "weight" in wrong)
     ]
 
@@ -108,6 +111,14 @@ def _finding(
         )
     elif kind == "mode":
         cause, remedy = "train() or eval() on some ranks only", "call them on all ranks"
+    elif kind == "precision":
+        fault = f"computes in another precision than on rank {usual}"
+        cause, remedy = "autocast, or a conversion, on some ranks only", "set the precision with trainer.precision"
+        return Finding("forwards", odd, step, and_others(names), fault, cause, remedy)
+    elif kind == "calls":
+        fault = f"is called in training mode another number of times in each step than on rank {usual}"
+        cause, remedy = "code that runs on some ranks only, as for a logger", "call eval() before it, and train() after"
+        return Finding("forwards", odd, step, and_others(names), fault, cause, remedy, is_note=True)
     elif kind == "buffer":
         fault = f"differs from rank {usual}'s, and is not updated on all ranks alike"
         cause, remedy = "code that updates it on some ranks only, or a memory error", "update it on all ranks"

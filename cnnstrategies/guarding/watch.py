@@ -16,6 +16,7 @@ from cnnstrategies.guarding.agreement import ComparedValue, options_of, states_o
 from cnnstrategies.guarding.batches import BatchRecords
 from cnnstrategies.guarding.digests import digests
 from cnnstrategies.guarding.findings import Finding, and_others
+from cnnstrategies.guarding.forwards import ForwardRecords
 from cnnstrategies.guarding.modes import Modes
 from cnnstrategies.guarding.movement import Movement, MovementHistory, WeightState
 from cnnstrategies.guarding.records import TURNS, StepRecords, TakenRecords
@@ -80,6 +81,7 @@ class WatchedRun:
         replicas_agree: Whether ranks that hold the same weights have equal ones.
         counts_alike: Whether counters, such as those of batch normalisation, are equal.
         may_skip: Whether a gradient scaler skips steps whose gradients are not finite.
+        compares_forwards: Whether all ranks call the same layers equally often in each step.
     """
 
     rank: int
@@ -89,6 +91,7 @@ class WatchedRun:
     replicas_agree: bool
     counts_alike: bool
     may_skip: bool
+    compares_forwards: bool = False
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether this rank has the values of a tensor."""
@@ -110,6 +113,7 @@ class TrainingWatch:
         self.records = StepRecords(module, run.holds, run.sees_gradients and run.reads_weights)
         self.modes = Modes(module)
         self.batches = BatchRecords(run.holds)
+        self.forwards = ForwardRecords(module) if run.compares_forwards else None
         self._movements = MovementHistory()
         self._losses = ValueHistory(10.0)
         self._norms: dict[int, ValueHistory] = {}  # By turn.
@@ -133,6 +137,8 @@ class TrainingWatch:
         yield from options_of(self._optimizers)
         for name, layer in self.modes.layers.items():
             yield ComparedValue("mode", f"mode of {name}", int(layer.training))
+        if self.forwards is not None:
+            yield from self.forwards.take()
         if not self._run.reads_weights:
             return
         optimized = self._optimized()

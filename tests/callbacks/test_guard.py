@@ -209,6 +209,12 @@ class Unused(Small):
         self.spare = nn.Linear(2, 2)
 
 
+class TwoSoftmaxes(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.append(nn.Softmax(1))
+
+
 class Scheduled(Small):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -283,6 +289,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, int, int, str]]] = {
         {"module": KeepsGradients, "limit_val_batches": 0}, ("moves", 0, 40, f"{HEAD} (and 1 others)"),
     ),
     "without a gradient": ({"module": Unused}, ("moves", 0, 20, "spare.weight (and 1 others)")),
+    "two softmaxes": ({"module": TwoSoftmaxes, "steps": 1}, ("losses", 0, 1, "the loss")),
     "undone steps": ({"callbacks": [Undo()]}, ("moves", 0, 20, HEAD)),
     "frozen and written": (
         {"module": Unused, "callbacks": [At(0, lambda module: module.spare.requires_grad_(False)),
@@ -311,7 +318,7 @@ def test_a_fault_on_one_device_is_found(name: str, tmp_path: Path) -> None:
 
 
 class Stale(Small):
-    """Has a buffer that is updated on rank 0 only."""
+    """Has a buffer that is updated on rank 0 only, and computes in low precision and more often on rank 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +327,11 @@ class Stale(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_rank == 0:
             self.mean = self.mean + 1
-        return super().training_step(batch, batch_idx)
+        else:
+            with torch.no_grad():
+                self.backbone[1](torch.ones(2, 4, 3, 3))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.trainer.global_rank == 1):
+            return super().training_step(batch, batch_idx)
 
 
 def test_faults_on_one_of_two_ranks_are_found(tmp_path: Path) -> None:
@@ -331,7 +342,9 @@ def test_faults_on_one_of_two_ranks_are_found(tmp_path: Path) -> None:
     ]
     expected = [
         ("batches", 1, 20, "the loader"),
-        ("replicas", 1, 20, "mean"),
+        ("replicas", 1, 20, "mean (and 1 others)"),
+        ("forwards", 1, 20, "backbone.0 (and 2 others)"),
+        ("forwards", 1, 20, "backbone.1"),
         ("replicas", 1, 40, "learning rate of parameter group 0"),
         ("replicas", 1, 40, "mode of backbone.1 (and 1 others)"),
     ]
@@ -409,7 +422,7 @@ def test_a_damaged_checkpoint_stops_both_ranks_and_the_verified_one_is_named(tmp
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
             (codes / str(trainer.global_rank)).write_text(f"{exception} {trainer.global_step}")
 
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="exit code 3"):
         run_apart(fit)
     output = (tmp_path / "output").read_text()
     assert "step=32.ckpt has another value of ['state_dict']['head.1.weight'] than the run had in memory" in output

@@ -102,7 +102,7 @@ def test_the_guard_is_silent(name: str, strategy: str) -> None:
     file = ALARMS / f"{name}.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     if "CNNSTRATEGIES_ZOO_CONTINUE" in os.environ and strategy in results:
-        pytest.skip("trained before")
+        return
     results[strategy] = alarms_of(name, strategy) | {"measured": this_code()}
     ALARMS.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results))
