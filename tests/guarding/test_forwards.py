@@ -75,9 +75,9 @@ class Closes(ForwardRecords):
 def test_another_precision_and_further_calls_in_each_step_are_named(
     steps: Step, expected: list[tuple[str, str, bool]]
 ) -> None:
-    found = findings(steps)
-    assert [(finding.tensor, finding.fault, finding.is_note) for finding in found] == expected
-    assert all((finding.check, finding.rank) == ("forwards", 1) for finding in found)
+    results = findings(steps)
+    assert [(finding.tensor, finding.fault, finding.is_note) for finding in results] == expected
+    assert all((finding.check, finding.rank) == ("forwards", 1) for finding in results)
 
 
 @pytest.mark.light
