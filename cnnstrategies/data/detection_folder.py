@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from cnnstrategies.data.annotation_files import COCO, VOC, YOLO, read_coco, read_voc, read_yolo, yolo_names
 from cnnstrategies.data.boxes import BoxFormat, BoxRules, ReadImage, targets_of
-from cnnstrategies.data.decoding import checked_bits
 from cnnstrategies.data.detection_source import BoxedImages, DetectionDataset, random_transform
+from cnnstrategies.data.folder_module import FolderDataModule, no_directory
 from cnnstrategies.data.folders import FILES_END_IN, image_files, part_folders
-from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.errors import ConfigurationError
 
 Kind = Literal["auto", "coco", "voc", "yolo"]
@@ -25,7 +24,7 @@ SUFFIXES = {VOC: ".xml", YOLO: ".txt"}
 FOLDERS = {VOC: ("annotations", "Annotations"), YOLO: ("labels",)}
 
 
-class DetectionFolderDataModule(ImageDataModule):
+class DetectionFolderDataModule(FolderDataModule):
     """Data module for images with boxes, in COCO json, Pascal VOC xml or YOLO text files.
 
     ::
@@ -57,13 +56,11 @@ class DetectionFolderDataModule(ImageDataModule):
         empty: Whether boxes of size 0 are refused, or dropped.
         image_size: Size to which the longer side of an image is scaled before the image is padded to a square, in
             pixels. By default images keep their sizes, and the network resizes them.
-        val_split: Fraction of the training images that is held out for validation if there is no folder ``val``.
         augment: Whether training images are flipped horizontally with probability 1/2.
         transforms: Additional transforms of training images of torchvision v2, applied to one uint8 image and its boxes
             at a time. Boxes that leave the image are removed.
-        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
-        bits: Number of bits that images with 16 bits per pixel use, 8 to 16; by default 16.
-        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
+        **options: Arguments of :class:`~cnnstrategies.data.folder_module.FolderDataModule`: ``val_split``,
+            ``num_workers`` and ``bits`` (by default 16), and those of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: A directory, an image or an annotation file is missing or cannot be read, or a box is wrong.
@@ -81,30 +78,22 @@ class DetectionFolderDataModule(ImageDataModule):
         outside: Literal["clip", "refuse"] = "clip",
         empty: Literal["refuse", "drop"] = "refuse",
         image_size: int | None = None,
-        val_split: float = 0.1,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
-        num_workers: int = 4,
-        bits: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(num_workers=num_workers, **options)
+        super().__init__(root, **options)
         if image_size is not None and image_size < 1:
             raise ConfigurationError(f"image_size={image_size}: use at least 1, or leave it out")
-        self.bits = checked_bits(bits)
-        self.root = Path(root)
         self.first_label = first_label
         self.image_size = image_size
         self.has_equal_sizes = image_size is not None
-        self.val_split = val_split
         self.moved = random_transform(augment, transforms)
         self.train_transform = self.eval_transform = nn.Identity()
         self.apart = not part_folders(self.root).keys() & {"train"} and (self.root / "images").is_dir()
         self.folders = part_folders(self.root / "images" if self.apart else self.root)
         if "train" not in self.folders:
-            raise ConfigurationError(
-                f"no directory {(self.root / 'train').resolve()}: set data.init_args.root to the data set's directory"
-            )
+            raise no_directory(self.root / "train")
         self.kind = self._kind_of(self.folders["train"]) if annotations == "auto" else annotations
         self.category_ids: dict[str, Any] = {}  # Number of each class in COCO json, by name.
         self._read(BoxRules(box_format, outside, empty))
@@ -113,10 +102,7 @@ class DetectionFolderDataModule(ImageDataModule):
     def setup(self, stage: str) -> None:
         self.places = {part: str(folder) for part, folder in self.folders.items()}
         parts = dict(self.parts)
-        if "val" not in parts:
-            images, rows = parts["train"]
-            for part, chosen in zip(("train", "val"), split(len(images), self.val_split, self.seed), strict=True):
-                parts[part] = [images[i] for i in chosen], [rows[i] for i in chosen]
+        self.hold_out(parts)
         self.set_sources(
             {
                 part: BoxedImages(

@@ -15,7 +15,8 @@ from torchvision.transforms import v2
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.decoding import bits_of, checked_bits, read_image, spaced
+from cnnstrategies.data.decoding import bits_of, read_image, spaced
+from cnnstrategies.data.folder_module import FolderDataModule, no_directory
 from cnnstrategies.data.folders import (
     EXTENSIONS,
     FILES_END_IN,
@@ -30,7 +31,7 @@ from cnnstrategies.data.folders import (
 )
 from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.masks import MaskReader
-from cnnstrategies.data.module import ImageDataModule, split
+from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.data.segmentation_folder import MaskedSource
 from cnnstrategies.errors import ConfigurationError
@@ -39,7 +40,7 @@ Files = tuple[list[str], list[Any]]
 REMEDY = "repair or remove it, or pack the images with `cnnstrategies pack`, which skips broken images"
 
 
-class ImageFolderDataModule(ImageDataModule):
+class ImageFolderDataModule(FolderDataModule):
     """Data module for JPEG, PNG, WebP, BMP, TIFF and PNM files, with one directory per class.
 
     ::
@@ -62,14 +63,11 @@ class ImageFolderDataModule(ImageDataModule):
             priority. In Python, call ``prepare_as`` to use this preprocessing.
         resize: Shorter side of an image before the centre crop, in pixels; by default 8/7 of ``image_size``, which is
             256 for 224.
-        val_split: Fraction of the training images that is held out for validation if there is no folder ``val``.
         augment: Whether training images get a random crop and a random horizontal flip.
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time.
-        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
-        bits: Number of bits that images with 16 bits per pixel use, 8 to 16; by default the number that 32 training
-            images use. The start panel shows it.
-        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
+        **options: Arguments of :class:`~cnnstrategies.data.folder_module.FolderDataModule`: ``val_split``,
+            ``num_workers`` and ``bits``, and those of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: The directory does not exist, a split or a class has no images, a split has classes that are
@@ -81,25 +79,17 @@ class ImageFolderDataModule(ImageDataModule):
         root: Path,
         image_size: int | None = None,
         resize: int | None = None,
-        val_split: float = 0.1,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
-        num_workers: int = 4,
-        bits: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(num_workers=num_workers, **options)
-        self.bits = checked_bits(bits)
-        self.root = Path(root)
-        self.val_split = val_split
+        super().__init__(root, **options)
         self.augment = augment
         self.transforms = transforms
         self.sizes = image_size, resize
         self.prepare_as(IMAGENET)
         if not self.root.is_dir():
-            raise ConfigurationError(
-                f"no directory {self.root.resolve()}: set data.init_args.root to the data set's directory"
-            )
+            raise no_directory(self.root)
         self.find()
         self.num_classes = len(self.class_names)
 
@@ -143,11 +133,7 @@ class ImageFolderDataModule(ImageDataModule):
     def setup(self, stage: str) -> None:
         parts = self.parts()
         self.places = {"train": str(self.training_root), **{part: str(path) for part, path in self.folders.items()}}
-        if "val" not in parts:
-            names, targets = parts["train"]
-            for part, chosen in zip(("train", "val"), split(len(names), self.val_split, self.seed), strict=True):
-                indices = chosen.tolist()
-                parts[part] = [names[i] for i in indices], [targets[i] for i in indices]
+        self.hold_out(parts)
         self.bits = self.bits or bits_of([self.root / name for name in spaced(parts["train"][0])])
         crops = {part: self.crop if part == "train" else self.centre for part in parts}
         self.set_sources(

@@ -13,11 +13,11 @@ from torchvision.transforms.v2 import functional as tvf
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.decoding import bits_of, checked_bits, fitted, read_image, spaced
+from cnnstrategies.data.decoding import bits_of, fitted, read_image, spaced
+from cnnstrategies.data.folder_module import FolderDataModule, no_directory
 from cnnstrategies.data.folders import FILES_END_IN, ignored_folders, image_files, part_folders, readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.masks import Colour, MaskReader
-from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
 
@@ -26,7 +26,7 @@ FILL = [round(255 * value) for value in IMAGENET.mean]  # Colour of the padding;
 LEAST_AREA = 0.25  # Smallest area of a random crop, as a fraction of the image's area.
 
 
-class SegmentationFolderDataModule(ImageDataModule):
+class SegmentationFolderDataModule(FolderDataModule):
     """Data module for JPEG, PNG, WebP, BMP, TIFF and PNM images, and PNG masks with the same names.
 
     ::
@@ -49,17 +49,14 @@ class SegmentationFolderDataModule(ImageDataModule):
         image_size: Height and width of the images that the network receives, in pixels.
         ignore_index: Value of a mask's pixels that the loss and the metrics ignore.
         class_names: Name of each class, for reports and exports; by default the index of the class.
-        val_split: Fraction of the training images that is held out for validation if there is no folder ``val``.
         augment: Whether training images get a random crop of at least a quarter of their area, and a random horizontal
             flip.
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time. They are not applied to masks, so they must not move pixels.
-        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
         mask_colours: Colour of each class in masks that are colour images: lists of red, green and blue, each 0 to 255.
             One more colour may follow, which the ignored pixels have.
-        bits: Number of bits that images with 16 bits per pixel use, 8 to 16; by default the number that 32 training
-            images use. The start panel shows it.
-        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
+        **options: Arguments of :class:`~cnnstrategies.data.folder_module.FolderDataModule`: ``val_split``,
+            ``num_workers`` and ``bits``, and those of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: The directory does not exist or contains no images, an image has no mask, a mask has values
@@ -75,25 +72,18 @@ class SegmentationFolderDataModule(ImageDataModule):
         image_size: int = 512,
         ignore_index: int = 255,
         class_names: list[str] | None = None,
-        val_split: float = 0.1,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
-        num_workers: int = 4,
         mask_colours: list[Colour] | None = None,
-        bits: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(num_workers=num_workers, **options)
-        self.bits = checked_bits(bits)
+        super().__init__(root, **options)
         if image_size < 1:
             raise ConfigurationError(f"image_size={image_size}: use at least 1")
-        self.root = Path(root)
         self.folders = part_folders(self.root)
         images = self.folders.get("train", self.root / "train") / "images"
         if not images.is_dir():
-            raise ConfigurationError(
-                f"no directory {images.resolve()}: set data.init_args.root to the data set's directory"
-            )
+            raise no_directory(images)
         self.num_classes = num_classes
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigurationError(
@@ -103,7 +93,6 @@ class SegmentationFolderDataModule(ImageDataModule):
         self.ignore_index = ignore_index
         self.masks = MaskReader(num_classes, ignore_index, mask_colours)
         self.masks.look([[mask for _, mask in pairs if mask is not None] for pairs in self.parts().values()])
-        self.val_split = val_split
         self.augment = augment
         self.image_shape = (3, image_size, image_size)
         self.eval_transform = to_normalised(IMAGENET.mean, IMAGENET.std)
@@ -111,18 +100,15 @@ class SegmentationFolderDataModule(ImageDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        parts = self.parts()
+        parts = {part: (pairs,) for part, pairs in self.parts().items()}
         self.places = {part: str(folder) for part, folder in self.folders.items()}
-        if "val" not in parts:
-            training = parts["train"]
-            rest, chosen = split(len(training), self.val_split, self.seed)
-            parts["train"], parts["val"] = [training[i] for i in rest], [training[i] for i in chosen]
-        self.bits = self.bits or bits_of([path for path, _ in spaced(parts["train"])])
+        self.hold_out(parts)
+        self.bits = self.bits or bits_of([path for path, _ in spaced(parts["train"][0])])
         size = self.image_shape[1]
         self.set_sources(
             {
                 part: MaskedSource(self.root, pairs, size, self.masks, self.augment and part == "train", self.bits)
-                for part, pairs in parts.items()
+                for part, (pairs,) in parts.items()
             }
         )
 
