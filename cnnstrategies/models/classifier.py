@@ -7,7 +7,6 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.data.module import ImageDataModule, TaskName
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.class_weights import ClassWeights, balanced_weights, weights_of
@@ -108,9 +107,6 @@ class ImageClassifier(NetworkModule):
             if value < 0:
                 raise ConfigurationError(f"{name}={value} is negative; use 0 or a larger number")
         weights = weights_of(class_weights, num_classes, task)
-        # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
-        # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
-        self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.task = task
         self.learning_task = TASKS[task]
         self.quality = self.learning_task.quality

@@ -8,7 +8,6 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.detection_losses import (
     WITH_BACKGROUND,
@@ -81,9 +80,6 @@ class DetectionModule(NetworkModule):
         for name, weight in (loss_weights or {}).items():
             if weight < 0:
                 raise ConfigurationError(f"loss_weights: {name} has the weight {weight}; use 0 or a larger number")
-        # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
-        # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
-        self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.loss_weights = loss_weights or {}
         self.loss_divisor: LossDivisor = divisor_of(network)
         self.train_loss = MeanOverSamples()

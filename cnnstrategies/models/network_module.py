@@ -1,5 +1,6 @@
 """Base class of this package's LightningModules: a network with its optimizer, scheduler and metrics."""
 
+import inspect
 import os
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.layer_rates import check_layer_lr_decay, check_schedule, layer_groups
 from cnnstrategies.models.logits import main_logits
@@ -71,6 +73,12 @@ class NetworkModule(LightningModule):
         if num_classes < least:
             raise ConfigurationError(f"num_classes={num_classes}: use at least {least}")
         check_layer_lr_decay(network, layer_lr_decay)
+        # The frame is that of the subclass, whose arguments are saved. The network and the two functions are not saved
+        # as hyperparameters, because a checkpoint with such objects cannot be loaded with weights_only=True. In a run
+        # of the command line, their configuration is saved instead.
+        functions = None if built_by_cli() else ["network", "optimizer", "lr_scheduler"]
+        frame = inspect.currentframe()
+        self.save_hyperparameters(ignore=functions, frame=frame and frame.f_back)
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
         # AdamW is not the default value in the signature, because jsonargparse would pass AdamW's weight decay to any

@@ -8,7 +8,6 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import main_logits
@@ -67,9 +66,6 @@ class ImageSegmenter(NetworkModule):
         )
         if aux_weight < 0:
             raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 or a larger number")
-        # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
-        # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
-        self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.ignore_index = ignore_index
         self.aux_weight = aux_weight
         self.train_metrics = nn.ModuleDict({"loss": MeanOverSamples()})
