@@ -1,8 +1,6 @@
 """Save the batches that the ranks load, and build global batches from them, with which one device repeats the run."""
 
-import hashlib
 import io
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,7 +10,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as PrecisionPlugin
 from typing_extensions import override
 
-from cnnstrategies.models.joined_batches import joined, tensors_in
+from cnnstrategies.models.joined_batches import joined
 
 Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]  # Lightning's names.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -122,87 +120,3 @@ class ValidationBatches:
 def rank_folders(folder: Path) -> list[Path]:
     """Return the folders of the ranks that have saved batches in a folder, in rank order."""
     return sorted((file.parent for file in folder.glob("*/0.pt")), key=lambda folder: int(folder.name))
-
-
-def samples(folder: Path, batches: int | None = None) -> tuple[int, set[bytes]]:
-    """Return the number of samples that a rank has loaded, and the set of distinct samples among them.
-
-    In the set, a sample is represented by the bytes of its row in the batch's first tensor.
-
-    Args:
-        folder: Folder of the rank's batches.
-        batches: Number of the rank's first batches that are counted; None for all batches.
-    """
-    count, seen = 0, set()
-    for file in folder.glob("*.pt"):
-        if batches is not None and int(file.stem) >= batches:
-            continue
-        for sample in next(tensors_in(torch.load(file, weights_only=False)), torch.empty(0)):
-            count += 1
-            seen.add(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return count, seen
-
-
-def same_batches(folders: Sequence[Path]) -> tuple[int, int] | None:
-    """Return two ranks that have loaded the same batches, or None if there are no such ranks.
-
-    Batches are compared by their first tensors. If all samples of the run are equal, the result is None, because then
-    the batches of a correct loader are equal as well.
-
-    Args:
-        folders: Folders of the ranks' batches, which have the ranks' numbers as names.
-    """
-    numbers = sorted(int(file.stem) for folder in folders[:1] for file in folder.glob("*.pt"))
-    ranks: dict[tuple[bytes, ...], int] = {}
-    if len(set().union(*(samples(folder)[1] for folder in folders))) < 2:
-        return None
-    for folder in sorted(folders, key=lambda folder: int(folder.name)):
-        digests = tuple(_digest(folder / f"{number}.pt") for number in numbers)
-        if digests in ranks:
-            return ranks[digests], int(folder.name)
-        ranks[digests] = int(folder.name)
-    return None
-
-
-def repeated_batches(folder: Path, ends: Sequence[int], shuffles: bool) -> tuple[int, int] | None:
-    """Return the numbers of two equal batches of a rank, which a loader of different samples does not load.
-
-    Such batches are equal batches of one epoch, and the first batches of two epochs if all batches that both epochs
-    have in common are equal, and at least two. Batches of equal samples do not count.
-
-    Args:
-        folder: Folder of the rank's batches.
-        ends: For each epoch, the number of batches that the rank has loaded from the start of the run to its end.
-        shuffles: Whether each epoch should have an order of its own.
-    """
-    digests = [_digest(folder / f"{number}.pt") for number in range(len([*folder.glob("*.pt")]))]
-    bounds = [min(bound, len(digests)) for bound in (0, *ends)]  # A rank may have no batches of its own.
-    for start, end in itertools.pairwise([*bounds, len(digests)]):
-        numbers: dict[bytes, int] = {}
-        for number in range(start, end):
-            first = numbers.setdefault(digests[number], number)
-            if first != number and len(_rows(folder / f"{number}.pt")) > 1:
-                return first, number
-        common = min(end - start, [*bounds, 0][1])
-        if shuffles and start and common > 1 and digests[:common] == digests[start : start + common]:
-            return 0, start
-    return None
-
-
-def batch_digests(folder: Path) -> dict[str, bytes]:
-    """Return digests of the training batches in the folder of a run. Keys are the names of the files."""
-    return {str(file.relative_to(folder)): _digest(file) for file in sorted(folder.glob("*/*.pt"))}
-
-
-def _rows(file: Path) -> set[bytes]:
-    """Return the different samples of a saved batch, as bytes of the rows of its first tensor."""
-    tensor = next(tensors_in(torch.load(file, weights_only=False)), torch.empty(0))
-    return {sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for sample in tensor}
-
-
-def _digest(file: Path) -> bytes:
-    """Return a digest of the first tensor of a saved batch; an empty one if there is not such a file."""
-    if not file.exists():
-        return b""
-    first = next(tensors_in(torch.load(file, weights_only=False)), torch.empty(0))
-    return hashlib.sha256(first.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnstrategies.runtime.processes import temporary_folder
-from cnnstrategies.verifying.batches import Precision, same_batches, samples
+from cnnstrategies.verifying.batches import Precision
 from cnnstrategies.verifying.causes import likely_cause
 from cnnstrategies.verifying.first_difference import LEAST, TraceComparison
 from cnnstrategies.verifying.forked_runs import Train, TrainingError, train_both, train_with_noise
@@ -95,50 +95,21 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
         tested: Notes of the run under the strategy.
         run: The run under the strategy, whose batches are counted.
     """
-    loaded = [samples(file.parent) for file in run.folder.glob("*/0.pt")]
-    count, different = sum(count for count, _ in loaded), len(set().union(*(seen for _, seen in loaded)))
-    text = f"{tested['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
-    text += f"{tested['devices']} processes; {reference['changed']} weights have changed"
+    loaded = run.loaded
+    different, processes = len(set(loaded.all_samples)), sum(bool(rank.batches) for rank in loaded.ranks)
+    text = (
+        f"{tested['steps']} on {len(loaded.all_samples)} samples, {different} of them different, loaded by {processes}"
+    )
+    text += f" of {tested['devices']} processes; {reference['changed']} weights have changed"
     if tested["validations"]:
         files = len([*run.folder.glob(f"{VALIDATED}/*/*/*/*.pt")])
         text += f"; validations: {tested['validations']} on {files} batches"
-    missing, size = run.left_out(reference["whole"]) or (0, 0)
-    if missing:
-        text += (
-            f"; an epoch leaves out {missing} of {size} samples, because the loader gives them to other processes, or "
-        )
-        text += "the processes divide different orders (set_epoch and seed must be equal)"
-    repeated = _repetition(run, reference["whole"], len(loaded))
-    text += repeated
-    if other := reference["other contents"]:
-        text += f"; {other}"
+    faults = [*loaded.faults(reference["whole"]), *filter(None, [reference["other contents"]])]
+    text += "".join(f"; {fault}" for fault in faults)
     if reference["steps"] != tested["steps"]:
         text += f"; one device has made {reference['steps']} steps on them"
-    equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not missing
-    equal = equal and not repeated and not other
+    equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not faults
     return ComparedRow("steps", text, equal)
-
-
-def _repetition(run: RunRole, whole: int | None, processes: int) -> str:
-    """Return a text for the user if samples are loaded several times in an epoch; otherwise an empty text.
-
-    One device trains on the ranks' batches, so without this test a run whose processes all load the same samples would
-    be equal to one device.
-
-    Args:
-        run: The run under the strategy.
-        whole: Number of samples that one process loads in an epoch; None if the number is not known.
-        processes: Number of processes that load samples.
-    """
-    remedy = "leave trainer.use_distributed_sampler on, or give the loader a sampler for each process"
-    if repetition := run.repetition():
-        return f"; {repetition}"
-    if ranks := same_batches([file.parent for file in run.folder.glob("*/0.pt")]):
-        return f"; processes {ranks[0]} and {ranks[1]} load the same batches: {remedy}"
-    loaded = run.loaded_in_an_epoch()
-    if processes > 1 and whole and loaded is not None and loaded >= 2 * whole:
-        return f"; an epoch loads {loaded} samples, and {whole} in one process: {remedy}"
-    return ""
 
 
 def _logged(reference: dict[str, Any], tested: dict[str, Any], noisy: Sequence[RunRole]) -> ComparedRow:
@@ -190,7 +161,7 @@ def _explanation(
             "numbers"
         )
     reference, tested = train_both(train, folder / "traced", first.precision, saves_trace=True)
-    same = noisy if tested.loads_as(first) else []
+    same = noisy if tested.loaded.equals(first.loaded) else []
     if pointed := _pointed(train, folder, reference, tested, same):
         return [*pointed, *causes]
     # Only checkpoints have the states of optimizers.

@@ -26,13 +26,11 @@ from cnnstrategies.verifying.batches import (
     GlobalBatches,
     Precision,
     ValidationBatches,
-    batch_digests,
     rank_folders,
-    repeated_batches,
-    samples,
 )
 from cnnstrategies.verifying.changing_samples import lines_about_samples
-from cnnstrategies.verifying.contents import contents_of, other_contents, shares_data_set
+from cnnstrategies.verifying.contents import contents_of, shares_data_set
+from cnnstrategies.verifying.loaded_batches import LOADER, LoadedBatches
 from cnnstrategies.verifying.loaders import drawn_samples, epoch_samples, loader_of_one_process, whole_epoch
 from cnnstrategies.verifying.tracer import Trace, Tracer, sketch_of
 
@@ -40,7 +38,7 @@ DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout la
 DROPS = ("p", "drop_prob", "dropout")  # Attributes of dropout layers that may hold the dropout probability.
 # Attributes that may hold the dropout probability in modules that call a function instead of a dropout layer.
 RATES = ("drop_rate", "dropout_rate", "dropout_p")
-END, NOTES, LOADED, VALIDATED = "end.ckpt", "notes.json", "loaded.json", "validated"
+END, NOTES, VALIDATED = "end.ckpt", "notes.json", "validated"
 
 
 @dataclass(frozen=True)
@@ -78,63 +76,10 @@ class RunRole:
         """Whether this is the first run under the strategy or on one device, which is not repeated for a trace."""
         return not (self.saves_trace or self.saves_steps or self.noise)
 
-    def left_out(self, whole: int | None) -> tuple[int, int] | None:
-        """Return the number of samples that no rank loads in an epoch, and the number of samples in the data set.
-
-        The result is None if these numbers are not known.
-
-        Args:
-            whole: Number of samples that one process loads in an epoch; None if the number is not known.
-        """
-        records = [json.loads(file.read_text()) for file in self.folder.glob(f"*/{LOADED}")]
-        if drawn := [record["drawn"] for record in records if record["drawn"]]:
-            size = drawn[0]["size"]
-            missing = size - len(set().union(*(record["indices"] for record in drawn)))
-            if missing > drawn[0]["allowed"]:
-                return missing, size
-        loaded = self.loaded_in_an_epoch()
-        if whole is None or loaded is None:
-            return None
-        return (0 if drawn and drawn[0]["allowed"] else max(0, whole - loaded)), whole
-
-    def loaded_in_an_epoch(self) -> int | None:
-        """Return the number of samples that all ranks together load in an epoch; None if the number is not known."""
-        ends = self.notes["ends"]
-        counts = [json.loads(file.read_text())["count"] for file in self.folder.glob(f"*/{LOADED}")]
-        if None in counts and ends:
-            counts = [samples(file.parent, ends[0])[0] for file in self.folder.glob("*/0.pt")]
-        return None if None in counts else sum(counts)
-
-    def repetition(self) -> str:
-        """Return which batches a rank has loaded twice, as a text; empty if there are none, or if it is by design."""
-        for file in sorted(self.folder.glob(f"*/{LOADED}")):
-            record = json.loads(file.read_text())
-            if record["repeats"]:
-                continue
-            ends = self.notes["ends"]
-            if pair := repeated_batches(file.parent, ends, record["shuffles"]):
-                first, second = (number + 1 for number in pair)
-                if second - 1 in ends:
-                    return f"process {file.parent.name} loads epochs in the same order: call the sampler's set_epoch"
-                return f"process {file.parent.name} loads the same samples in batches {first} and {second} of the run"
-        return ""
-
-    def other_contents(self, loader: Any) -> str:
-        """Return which rank loads other contents than one process, as a text; empty if there is no such rank.
-
-        Args:
-            loader: The user's training loader in one process.
-        """
-        records = {int(file.parent.name): json.loads(file.read_text()) for file in self.folder.glob(f"*/{LOADED}")}
-        contents = {rank: record["contents"] for rank, record in records.items()}
-        if len(contents) < 2 or None in contents.values():
-            return ""
-        # Samples that differ when they are loaded again are random, although the random numbers have a seed.
-        return other_contents(contents, contents_of(loader, times=2))
-
-    def loads_as(self, other: "RunRole") -> bool:
-        """Return whether two runs under a strategy have loaded the same batches."""
-        return batch_digests(self.folder) == batch_digests(other.folder)
+    @property
+    def loaded(self) -> LoadedBatches:
+        """Batches that the ranks have loaded in the run."""
+        return LoadedBatches(self.folder, self.notes.get("ends", ()))
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return sketches of the weights and buffers that the run's ranks had at its end, in the order of the ranks."""
@@ -177,6 +122,7 @@ class Recorder(Checkpoint):
         self._step = 0
         self._validating = role.validation_batches if role.of is not None else []
         self._validations = 0  # Number of validations that have ended.
+        self._loader: dict[str, Any] = {}  # Facts about the loader of a rank that loads batches under the strategy.
         self._tracer: Tracer | None = None
 
     def settle(self, trainer: Trainer, module: LightningModule) -> None:
@@ -213,18 +159,17 @@ class Recorder(Checkpoint):
                 self._notes["samples"] = lines_about_samples(getattr(loader, "loader", loader), trainer.val_dataloaders)
             if has_batch and getattr(loader, "loads", True):
                 users = getattr(loader, "loader", loader)
-                loaded = {
-                    "drawn": drawn_samples(loader),
+                self._loader = {
+                    "drawn": None,  # Known when an epoch has begun.
                     "count": epoch_samples(users),
                     "repeats": not yields_each_once(users),
                     "shuffles": shuffles(users),
                     "contents": contents_of(users) if self._role.is_first and shares_data_set(loader) else None,
                 }
-                (folder / LOADED).write_text(json.dumps(loaded))
         else:
             loader, tested = loader_of_one_process(self._make), RunRole(self._role.of)
             self._notes["whole"] = whole_epoch(loader, reads=bool(tested.notes["ends"]))
-            self._notes["other contents"] = tested.other_contents(loader) if self._role.is_first else ""
+            self._notes["other contents"] = tested.loaded.other_contents(loader) if self._role.is_first else ""
         if self._tracer is not None:
             self._tracer.start(makes_steps=facts_of(trainer.strategy).step_kind != "worker")
 
@@ -233,17 +178,11 @@ class Recorder(Checkpoint):
         if self._role.saves_steps and trainer.global_step > self._step:
             self._step = trainer.global_step
             trainer.save_checkpoint(self._role.folder / f"step-{self._step}.ckpt")
-        if batch_idx == 0:
-            self._add_drawn(trainer)
+        if self._loader and batch_idx == trainer.current_epoch == 0:
+            # Before, Lightning has called the sampler's `set_epoch`.
+            self._loader["drawn"] = drawn_samples(trainer.train_dataloader)
         if self._tracer is not None:
             self._tracer.begin_batch(batch)
-
-    def _add_drawn(self, trainer: Trainer) -> None:
-        """Add the samples of the epoch that has begun, for which Lightning has called the sampler's ``set_epoch``."""
-        file = self._role.folder / str(trainer.global_rank) / LOADED
-        if self._role.of is None and trainer.current_epoch == 0 and file.exists():
-            loaded = json.loads(file.read_text()) | {"drawn": drawn_samples(trainer.train_dataloader)}
-            file.write_text(json.dumps(loaded))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -296,6 +235,8 @@ class Recorder(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a checkpoint and the notes. Lightning calls this hook after all other hooks of the last step."""
         trainer.save_checkpoint(self._role.folder / END)
+        if self._loader:
+            (self._role.folder / str(trainer.global_rank) / LOADER).write_text(json.dumps(self._loader))
         # A strategy may need all ranks for the next two values.
         changed = self._changed(pl_module)
         values = [*pl_module.named_parameters(), *pl_module.named_buffers()]

@@ -3,7 +3,7 @@
 from cnnstrategies.pipeline.graph_checks import UndecidedError, hold_to
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.verifying.batches import joined
-from cnnstrategies.verifying.recorder import RunRole
+from cnnstrategies.verifying.loaded_batches import LoadedBatches
 from cnnstrategies.verifying.verdict import differences
 from tests.mutants.faulty import removes, replaces
 from tests.pipeline import test_stage
@@ -34,7 +34,7 @@ removes(
 
 
 removes(
-    RunRole.loads_as,
+    LoadedBatches.equals,
     "errors of rounding on other batches are used",
     killed_by=test_likely_causes.test_runs_load_the_same_batches_if_all_files_of_all_ranks_are_equal,
     gives=True,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying import forked_runs
+from cnnstrategies.verifying.loaded_batches import LoadedBatches
 from cnnstrategies.verifying.recorder import RunRole
 
 
@@ -248,11 +249,11 @@ def test_a_step_whose_optimizer_states_differ_is_named() -> None:
 
 @pytest.mark.light
 def test_runs_load_the_same_batches_if_all_files_of_all_ranks_are_equal(tmp_path: Path) -> None:
-    roles = [RunRole(tmp_path / name) for name in ("a", "b")]
-    for role in roles:
+    folders = tmp_path / "a", tmp_path / "b"
+    for folder in folders:
         for rank in range(2):
-            (role.folder / str(rank)).mkdir(parents=True)
-            torch.save([torch.full((2, 3), rank)], role.folder / str(rank) / "0.pt")
-    assert roles[0].loads_as(roles[1])
-    torch.save([torch.full((2, 3), 5)], roles[1].folder / "1" / "0.pt")
-    assert not roles[0].loads_as(roles[1])
+            (folder / str(rank)).mkdir(parents=True)
+            torch.save([torch.full((2, 3), rank)], folder / str(rank) / "0.pt")
+    assert LoadedBatches(folders[0]).equals(LoadedBatches(folders[1]))
+    torch.save([torch.full((2, 3), 5)], folders[1] / "1" / "0.pt")
+    assert not LoadedBatches(folders[0]).equals(LoadedBatches(folders[1]))

@@ -13,7 +13,8 @@ from torchvision.ops import StochasticDepth
 from cnnstrategies.data.division import shuffles, yields_each_once
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.joined_batches import joined
-from cnnstrategies.verifying.batches import GlobalBatches, Precision, repeated_batches, same_batches, samples
+from cnnstrategies.verifying.batches import GlobalBatches, Precision
+from cnnstrategies.verifying.loaded_batches import LoadedBatches
 from cnnstrategies.verifying.recorder import settle
 from cnnstrategies.verifying.verdict import differences, row_of, tolerance_of
 
@@ -55,16 +56,18 @@ def test_weights_that_are_nan_in_both_runs_are_not_called_equal(kind: str, equal
 
 
 def test_ranks_that_load_the_same_batches_are_found(tmp_path: Path) -> None:
-    def load(rank: int, *values: float) -> Path:
-        (tmp_path / str(rank)).mkdir(exist_ok=True)
-        for index, value in enumerate(values):
-            torch.save({"x": torch.full((2, 3), value), "y": torch.zeros(2)}, tmp_path / str(rank) / f"{index}.pt")
-        return tmp_path / str(rank)
+    def same_batches(name: str, ranks: dict[int, list[float]]) -> tuple[int, int] | None:
+        for rank, values in ranks.items():
+            (folder := tmp_path / name / str(rank)).mkdir(parents=True)
+            for index, value in enumerate(values):
+                torch.save({"x": torch.full((2, 3), value), "y": torch.zeros(2)}, folder / f"{index}.pt")
+        return LoadedBatches(tmp_path / name).same_batches()
 
-    assert same_batches([load(0, 1, 2), load(1, 2, 1), load(10, 1, 2)]) == (0, 10)
-    assert same_batches([load(0, 1, 2), load(1, 2, 1)]) is None
-    assert same_batches([load(0, 1, 2), load(1, 1, 3)]) is None, "one batch is the same by chance"
-    assert same_batches([load(0, 1, 1), load(1, 1, 1)]) is None, "all samples are equal"
+    assert same_batches("a", {0: [1, 2], 1: [2, 1], 10: [1, 2]}) == (0, 10)
+    assert same_batches("b", {0: [1, 2], 1: [2, 1]}) is None
+    assert same_batches("c", {0: [1, 2], 1: [1, 3]}) is None, "one batch is the same by chance"
+    assert same_batches("d", {0: [1, 1], 1: [1, 1]}) is None, "all samples are equal"
+    assert same_batches("e", {0: [], 1: [1, 2], 2: [1, 2]}) == (1, 2), "rank 0 has no batches of its own"
 
 
 def test_a_value_that_only_one_run_has_is_a_difference() -> None:
@@ -137,8 +140,8 @@ def test_global_batches_are_grouped_by_the_epochs_that_loaded_them(tmp_path: Pat
     assert len(batches) == 2
     with pytest.raises(TypeError, match="have no length"):
         len(GlobalBatches(folders, [], None))
-    assert samples(folders[0])[0] == 6
-    assert len(samples(folders[0])[1]) == 3
+    samples = LoadedBatches(tmp_path).all_samples
+    assert (len(samples), len(set(samples))) == (12, 6)
 
 
 def test_random_layers_are_turned_off_and_reported() -> None:
@@ -170,10 +173,12 @@ def test_batches_that_a_rank_loads_again_are_found(
 ) -> None:
     for number, value in enumerate(batches):
         samples_of_batch = torch.full((2, 3), float(value))
-        torch.save([samples_of_batch + torch.arange(2)[:, None] * (value != 9)], tmp_path / f"{number}.pt")
-    assert repeated_batches(tmp_path, ends, shuffles=True) == pair
+        (tmp_path / "0").mkdir(exist_ok=True)
+        torch.save([samples_of_batch + torch.arange(2)[:, None] * (value != 9)], tmp_path / "0" / f"{number}.pt")
+    (rank,) = LoadedBatches(tmp_path).ranks
+    assert rank.repeated(ends, shuffles=True) == pair
     if pair == (0, 3):
-        assert repeated_batches(tmp_path, ends, shuffles=False) is None
+        assert rank.repeated(ends, shuffles=False) is None
 
 
 def test_only_known_samplers_promise_different_samples() -> None:

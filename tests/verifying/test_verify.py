@@ -20,7 +20,7 @@ import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying import runs
 from cnnstrategies.verifying.forked_runs import REFUSAL, TrainingError
-from cnnstrategies.verifying.recorder import RunRole
+from cnnstrategies.verifying.loaded_batches import LoadedBatches
 
 
 class Data(LightningDataModule):
@@ -205,9 +205,6 @@ def test_a_run_that_leaves_out_a_part_of_a_stream_is_not_equal() -> None:
 
 @pytest.mark.light
 def test_samples_that_no_rank_loads_are_counted(tmp_path: Path) -> None:
-    run = RunRole(tmp_path)
-    (tmp_path / "notes.json").write_text(json.dumps({"ends": [2, 4]}))
-
     def load(rank: int, count: int | None, drawn: Any = None) -> None:
         (tmp_path / str(rank)).mkdir(exist_ok=True)
         (tmp_path / str(rank) / "loaded.json").write_text(json.dumps({"count": count, "drawn": drawn}))
@@ -216,18 +213,17 @@ def test_samples_that_no_rank_loads_are_counted(tmp_path: Path) -> None:
 
     for rank in range(2):
         load(rank, 12)
-    assert run.left_out(48) == (24, 48)
-    assert run.left_out(24) == (0, 24)
-    assert run.left_out(None) is None, "the number in one process is not known"
+    assert LoadedBatches(tmp_path, [2, 4]).left_out(48) == (24, 48)
+    assert LoadedBatches(tmp_path, [2, 4]).left_out(24) == (0, 24)
+    assert LoadedBatches(tmp_path, [2, 4]).left_out(None) is None, "the number in one process is not known"
     # Lightning's own sampler over a part of the data has drawn all samples of the part.
     load(0, 12, {"indices": list(range(12)), "size": 12, "allowed": 0})
-    assert run.left_out(48) == (24, 48)
+    assert LoadedBatches(tmp_path, [2, 4]).left_out(48) == (24, 48)
     # A stream's samples are those of the first epoch's two batches.
     for rank in range(2):
         load(rank, None)
-    assert run.left_out(20) == (4, 20)
-    (tmp_path / "notes.json").write_text(json.dumps({"ends": []}))
-    assert run.left_out(20) is None, "no epoch has ended"
+    assert LoadedBatches(tmp_path, [2, 4]).left_out(20) == (4, 20)
+    assert LoadedBatches(tmp_path, []).left_out(20) is None, "no epoch has ended"
 
 
 @pytest.mark.light
