@@ -152,6 +152,20 @@ def divisor(node: Any) -> Tensor | int | None:
     return int(node._saved_self.numel()) if is_mean else None
 
 
+def class_targets(loss: object, most: int = 50) -> list[Tensor]:
+    """Return the targets of the losses of classes that are parts of a loss, as ``cross_entropy`` got them.
+
+    Args:
+        loss: The loss before its backward. The list is empty for an object that is not a tensor with a graph.
+        most: Number of autograd nodes nearest to the loss that are looked at.
+    """
+    nodes: list[Any] = [getattr(loss, "grad_fn", None)]
+    for node in nodes:  # The list grows meanwhile.
+        if node is not None and len(nodes) < most:
+            nodes += [following for following, _ in node.next_functions]
+    return [node._saved_target for node in nodes if node is not None and node.name() in CLASS_LOSSES]
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to the target with the same index, by one call of torch for all tensors."""
     torch._foreach_copy_(list(targets), list(sources))

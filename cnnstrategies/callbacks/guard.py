@@ -113,6 +113,8 @@ class Guard(Callback):
         if trainer.overfit_batches == 0:  # type: ignore[attr-defined]  # set outside the class
             with self._facts.local_code():
                 self._running.batches.add(batch, batch_idx)
+                if self._applied["samples"]:
+                    self._steps.begin_batch(batch)
         if self._replay is not None and (step + 1) % self.replay_every == 0:
             self._replay.start()
 

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from cnnstrategies.guarding.calls import FEWEST, ScheduleHistory, ScheduleState, StepCalls
+from cnnstrategies.guarding.constant_batches import ConstantBatches
 from cnnstrategies.guarding.findings import Finding, and_others
 from cnnstrategies.guarding.losses import wrong_input
 from cnnstrategies.guarding.modes import SWITCHED
@@ -43,6 +44,7 @@ class GuardedSteps:
         self._is_resumed = trainer.global_step > 0 and sees_gradients
         self._begins_anew = self._is_resumed and any(state.due > state.made == 0 for state in self._progress())
         self._calls: StepCalls | None = None
+        self._constant = ConstantBatches()
         self._has_looked = False  # Whether a loss has been looked at.
         self._wrong_input: tuple[str, str] | None = None
         self._step = -1  # Number of steps before the last step that has begun.
@@ -52,8 +54,13 @@ class GuardedSteps:
             interval = max(1, every // RECORDED)
             self._calls = StepCalls(trainer.optimizers, run.holds, interval, None if limit is None else float(limit))
 
+    def begin_batch(self, batch: Any) -> None:
+        """Look at a batch that this rank has as a whole."""
+        self._constant.add(batch)
+
     def before_backward(self, loss: object) -> None:
         """Look at the first loss, and record a step before its first backward pass."""
+        self._constant.add_loss(loss)
         if not self._has_looked:
             self._has_looked, self._wrong_input = True, wrong_input(loss)
         if self._calls is not None and self._trainer.global_step != self._step:
@@ -91,6 +98,7 @@ class GuardedSteps:
         if self._wrong_input is not None:
             (fault, remedy), self._wrong_input = self._wrong_input, None
             yield self._finding("losses", "the loss", fault, "the network ends with it", remedy, is_note=True)
+        yield from self._of_batches()
         of_steps = list(self._of_steps())
         yield from of_steps
         yield from self._of_statistics()
@@ -143,6 +151,17 @@ class GuardedSteps:
         """Remove the hooks."""
         if self._calls is not None:
             self._calls.end()
+
+    def _of_batches(self) -> Iterator[Finding]:
+        """Yield notes about batches of equal images and about equal targets. Both can be meant."""
+        are_equal, targets = self._constant.take()
+        remedy = "look at some samples of the data set"
+        if are_equal:
+            cause = "files that cannot be read, or an index that is ignored"
+            yield self._finding("samples", "each batch", "has equal images only", cause, remedy, is_note=True)
+        if targets:
+            fault, cause = f"are equal: {targets} of {targets}", "labels that are lost or of one class"
+            yield self._finding("samples", "all targets so far", fault, cause, remedy, is_note=True)
 
     def _of_steps(self) -> Iterator[Finding]:
         if self._calls is None:
