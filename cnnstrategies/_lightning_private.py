@@ -371,9 +371,11 @@ def keeps_graph(metric: Metric) -> bool:
 
 
 def search_unused(strategy: DDPStrategy) -> None:
-    """Make DDP search each loss for parameters that the loss does not use, unless the user has set an option about it.
+    """Make DDP search each loss for parameters that the loss does not use, unless ``static_graph`` is true.
 
-    Lightning passes `_ddp_kwargs` to DDP, and reads no public option when it wraps the module.
+    A false ``find_unused_parameters`` is not the user's choice: jsonargparse adds all defaults of DDP to the options of
+    a strategy with a ``class_path``. Lightning passes `_ddp_kwargs` to DDP, and reads no public option when it wraps
+    the module.
     """
-    if not strategy._ddp_kwargs.keys() & {"find_unused_parameters", "static_graph"}:
+    if not strategy._ddp_kwargs.get("static_graph"):
         strategy._ddp_kwargs["find_unused_parameters"] = True

@@ -17,7 +17,7 @@ from cnnstrategies.paramserver.joined_optimizers import members_of
 
 Options = list[dict[str, Any]]  # For each parameter group: values of the hyperparameters by name.
 # Hyperparameters of the first group in a run whose workers clip each step by limits of its own; 0 for no limit.
-STEP_CLIP_NORM, STEP_CLIP_VALUE = "step_clip_norm", "step_clip_value"
+STEP_CLIP_NORM, STEP_CLIP_VALUE, STEP_GROUP = "step_clip_norm", "step_clip_value", "step_group"
 Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
@@ -156,8 +156,9 @@ class Specification(RunOptions):
             to the mean gradient, and in the other modes to each worker's gradient.
         clip_value: Largest allowed absolute value of an element of the gradient; None for no clipping. In mode sync
             this limit applies to the mean gradient, and in the other modes to each worker's gradient.
-        clips_each_step: Whether workers send with each step by how much its gradient is clipped, as two hyperparameters
-            of the first parameter group. The limits then apply to the parameters that have a gradient in the step.
+        clips_each_step: Whether workers send with each step by how much its gradient is clipped, and the number of the
+            first parameter group of the optimizer that makes the step, as three hyperparameters of the first parameter
+            group. The limits then apply to the parameters that have a gradient in the step.
         is_joint: Whether the optimizer's step of a parameter depends on other parameters. One server then holds all
             parameters, and makes the steps of all of them together.
         slice_bytes: Largest size of a slice in bytes. Larger parameters are cut into several slices. If the optimizer
@@ -257,7 +258,7 @@ class Specification(RunOptions):
             paths = [kind for kind, size in zip(kinds, sizes, strict=True) for _ in range(size)]
             groups = [replace(group, optimizer=path) for group, path in zip(groups, paths, strict=True)]
         if options.get("clips_each_step"):
-            groups[0].options.update({STEP_CLIP_NORM: 0.0, STEP_CLIP_VALUE: 0.0})
+            groups[0].options.update({STEP_CLIP_NORM: 0.0, STEP_CLIP_VALUE: 0.0, STEP_GROUP: 0})
         infos = tuple(ParameterInfo(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
         return cls(infos, kinds[0], tuple(groups), workers, **options)
 

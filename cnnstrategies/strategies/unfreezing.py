@@ -28,8 +28,8 @@ _WRAPPED = "_parameters_when_wrapped"  # Attribute of a strategy: the names of t
 class WrapsAgain(DDPStrategy):
     """Base class of strategies that wrap the module again if parameters were frozen or unfrozen.
 
-    For a module with manual optimization, DDP searches each loss for unused parameters, unless the user has set
-    ``find_unused_parameters``.
+    For a module with manual optimization, DDP searches each loss for unused parameters, also if
+    ``find_unused_parameters`` is false, unless ``static_graph`` is true.
     """
 
     @override

@@ -4,6 +4,7 @@ The random numbers that a step needs are part of the data, so that all divisions
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +173,50 @@ class SharedGraph(AccumulatedAndClipped):
         of_generator.step()
 
 
-def compiled() -> LightningModule:
-    """Return Lightning's example as a compiled module, which toggles optimizers in its step, as in issue 21513."""
-    module: Any = torch.compile(LightningsExample(), backend="eager")
+class OtherOrder(LightningsExample):
+    """Steps both optimizers, and in the third batch on rank 1 in the other order."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers[::-1] if batch_idx == 2 and self.global_rank else optimizers:
+            optimizer.zero_grad()
+            self.manual_backward(self.critic(self.generator(batch[1])).square().mean())
+            optimizer.step()
+
+
+class TogglesOne(Adversaries):
+    """The program of Lightning's issue 21513: automatic optimization, and a step that toggles the only optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+        del self.generator
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.toggle_optimizer(self.optimizers())
+        images, _, places = batch
+        loss = F.mse_loss(self.critic(images), places.flatten(1))
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return Adam(self.parameters(), lr=0.02)
+
+
+def compiled(kind: type[LightningModule]) -> LightningModule:
+    """Return a compiled module."""
+    module: Any = torch.compile(kind(), backend="eager")
     return module
+
+
+COMPILED: dict[str, Callable[[], LightningModule]] = {
+    f"compiled {kind.__name__}": partial(compiled, kind) for kind in (LightningsExample, TogglesOne)
+}
 
 
 KINDS: dict[str, Callable[[], LightningModule]] = {
     kind.__name__: kind for kind in (LightningsExample, WassersteinGradientPenalty, AccumulatedAndClipped, SharedGraph)
-} | {"compiled": compiled}
+}
 
 
 def train(kinds: list[str], strategy: Callable[[], Any], devices: int, **options: Any) -> dict[str, Any]:
@@ -198,7 +234,7 @@ def train(kinds: list[str], strategy: Callable[[], Any], devices: int, **options
                 use_distributed_sampler=False,
                 **{"max_epochs": 1} | options,
             )
-            trainer.fit(KINDS[kind]())
+            trainer.fit((KINDS | COMPILED)[kind]())
             checkpoints[kind] = torch.load(f"{kind}.ckpt", weights_only=True)
         return checkpoints
 

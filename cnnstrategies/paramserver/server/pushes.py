@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import PAYLOADS, check_length, decode
 from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
 from cnnstrategies.paramserver.server.decision import Decision, clipping
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import MemberKey, check_absent
 from cnnstrategies.paramserver.slicing import Slice
-from cnnstrategies.paramserver.specification import Options, Specification
+from cnnstrategies.paramserver.specification import STEP_GROUP, Options, Specification
 
 # This pair takes the place of a worker's id and incarnation in messages about an update with the mean gradient of a
 # common step, because the mean gradient does not come from a single worker.
@@ -161,11 +162,38 @@ class Pushes:
                 absent &= self._absent[key].get(worker, 0)
         return max(absent, 0)
 
+    def check_optimizers(self, workers: Sequence[MemberKey], specification: Specification) -> None:
+        """Check that all workers make the step with the same one of several optimizers.
+
+        Args:
+            workers: Ids and incarnations of workers that have begun the step. At least one.
+            specification: The run's specification, in which `clips_each_step` is true.
+
+        Raises:
+            ConfigurationError: Two workers make the step with different optimizers.
+        """
+        groups = {worker: self.begun[worker].options[0][STEP_GROUP] for worker in workers}
+        first, number = next(iter(groups.items()))
+        for worker, other in groups.items():
+            if other != number:
+                raise ConfigurationError(
+                    f"rank {worker[0]} calls step of {_optimizer_of(specification, other)} while rank {first[0]} calls "
+                    f"step of {_optimizer_of(specification, number)}: call the same optimizers in the same order on "
+                    "all ranks, by values that are equal on all ranks, such as batch_idx"
+                )
+
     def drop(self, key: int) -> None:
         """Drop all pushes of a slice. Call this when the step was applied to the slice."""
         self._pieces.pop(key, None)
         self._absent.pop(key, None)
         self._means.pop(key, None)
+
+
+def _optimizer_of(specification: Specification, number: int) -> str:
+    """Return words for the optimizer of a parameter group."""
+    group = specification.groups[number]
+    first = specification.parameters[group.parameters[0]].name if group.parameters else "no parameters"
+    return f"{group.optimizer.rpartition('.')[2]} (with {first})"
 
 
 class Backlog:

@@ -327,7 +327,10 @@ class Synchronous:
         if ready is None:
             return
         members = tuple((worker, self.roll.incarnations[worker]) for worker in sorted(ready))
-        options = self._backlog.pushes_of(step).begun[members[0]].options
+        pushes = self._backlog.pushes_of(step)
+        if self._specification.clips_each_step:
+            pushes.check_optimizers([member for member in members if member in pushes.begun], self._specification)
+        options = pushes.begun[members[0]].options
         scale = 1.0 if clipping(self._specification, options)[0] is None else None
         decision = Decision(step, members, options, scale)
         self._send_to_all(decision)

@@ -17,7 +17,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.joined_optimizers import members_of
-from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.specification import STEP_GROUP, Specification, hyperparameters
 from cnnstrategies.strategies.parameter_server.readers import NOTED_STEPS, Readers
 from cnnstrategies.strategies.parameter_server.served_state import ServedState
 from cnnstrategies.strategies.parameter_server.step_clips import StepClips
@@ -297,7 +297,8 @@ class Stepper:
             self._check_held()
             options = hyperparameters(self.optimizer)
             if self._manual and optimizer is not None:
-                options[0] |= self._clips.take(optimizer)
+                groups = [id(group) for group in self.optimizer.param_groups]
+                options[0] |= {**self._clips.take(optimizer), STEP_GROUP: groups.index(id(optimizer.param_groups[0]))}
             self.worker.begin_step(options, 1 if self._manual else self.unfinished.samples)
             self._gradients.begin()
             self._log_codecs()
