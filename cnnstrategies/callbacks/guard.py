@@ -95,7 +95,7 @@ class Guard(Callback):
             self._watch.begin(trainer.global_step)
             self._steps = GuardedSteps(trainer, pl_module, run, self.every)
         if self._applied["replay"] and not is_compiled_in_part(trainer):
-            self._replay = Replay(pl_module)
+            self._replay = Replay(pl_module, run.holds, facts.local_code)
         io = trainer.strategy.checkpoint_io
         if trainer.is_global_zero and not isinstance(io, AsyncCheckpointIO):
             vars(io)["save_checkpoint"] = partial(self._save, trainer, io.save_checkpoint)

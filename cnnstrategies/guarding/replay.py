@@ -1,5 +1,7 @@
 """Compute the layers of one microbatch twice, and compare the results."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,13 +17,22 @@ class Replay:
 
     The second computation begins with the buffers of the first one, and leaves nothing behind. Only global hooks are
     used, because strategies look at the hooks of a user's modules. Layers of other packages are left out, because their
-    code may count its calls; layers of torch with parameters draw no random numbers.
+    code may count its calls; layers of torch with parameters draw no random numbers. A layer of which this rank does
+    not have all values is left out, because the other ranks do not help to compute it again.
 
     Args:
         module: The module that is trained.
+        is_held: Function that tells whether this rank has the values of a tensor.
+        local_code: Function that returns a context for code that only this rank runs.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        is_held: Callable[[Tensor], bool],
+        local_code: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._is_held, self._local_code = is_held, local_code
         self._names = {id(layer): name for name, layer in module.named_modules() if _is_known(layer)}
         self._before: dict[int, list[Tensor]] = {}
         self._results: dict[str, Tensor] = {}
@@ -41,23 +52,28 @@ class Replay:
         return [name for name, flag in zip(names, torch.stack(flags).tolist(), strict=True) if flag] if flags else []
 
     def _prepare(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if self._names.get(id(layer), "") not in ("", *self._results) and layer.training:
-            self._before[id(layer)] = [buffer.clone() for buffer in layer.buffers()]
+        if self._names.get(id(layer), "") in ("", *self._results) or not layer.training:
+            return
+        is_plain = all(type(value) is Tensor for value in arguments)
+        if is_plain and all(self._is_held(value) for value in (*arguments, *layer.parameters(), *layer.buffers())):
+            with self._local_code():
+                self._before[id(layer)] = [buffer.clone() for buffer in layer.buffers()]
 
     @torch.no_grad()
     def _repeat(self, layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         before = self._before.pop(id(layer), None)
-        if before is None or any(type(value) is not Tensor for value in (output, *arguments)):
+        if before is None or type(output) is not Tensor or not self._is_held(output):
             return
-        after = [buffer.clone() for buffer in layer.buffers()]
-        again = _forward(layer, arguments, before)
-        difference = again.float() - output.nan_to_num().float()
-        limit = torch.zeros((), device=again.device)
-        if again.device.type != "cpu":
-            disturbed = _forward(layer, [_disturbed(value) for value in arguments], before)
-            limit = FACTOR * (disturbed.float() - again.float()).norm()
-        _restore(layer, after)
-        self._results[self._names[id(layer)]] = difference.norm() > limit
+        with self._local_code():
+            after = [buffer.clone() for buffer in layer.buffers()]
+            again = _forward(layer, arguments, before)
+            difference = again.float() - output.nan_to_num().float()
+            limit = torch.zeros((), device=again.device)
+            if again.device.type != "cpu":
+                disturbed = _forward(layer, [_disturbed(value) for value in arguments], before)
+                limit = FACTOR * (disturbed.float() - again.float()).norm()
+            _restore(layer, after)
+            self._results[self._names[id(layer)]] = difference.norm() > limit
 
 
 def _forward(layer: nn.Module, arguments: Any, buffers: list[Tensor]) -> Tensor:
