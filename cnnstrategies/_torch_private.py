@@ -166,6 +166,38 @@ def class_targets(loss: object, most: int = 50) -> list[Tensor]:
     return [node._saved_target for node in nodes if node is not None and node.name() in CLASS_LOSSES]
 
 
+# Names of the operations that functions for dropout call, such as `F.dropout` and `F.dropout2d`.
+DROPOUTS = tuple(
+    f"{kind}dropout{place}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for place in ("", "_")
+)
+
+
+def turn_off_dropout_functions() -> set[str]:
+    """Let functions for dropout keep all values from now on, in this process and in those that it forks.
+
+    Whatever name a function has in a user's module, it looks up its operation in ``torch._VF`` in each call.
+
+    Returns:
+        Names of the operations that would have dropped values in this process. The set grows.
+    """
+    used: set[str] = set()
+
+    def kept(name: str) -> Callable[[Tensor, float, bool], Tensor]:
+        operation = getattr(torch._VF, name)
+
+        def keep(value: Tensor, p: float, train: bool) -> Tensor:
+            if train and p > 0:
+                used.add(name)
+            result: Tensor = operation(value, 0.0, train)
+            return result
+
+        return keep
+
+    for name in DROPOUTS:
+        setattr(torch._VF, name, kept(name))
+    return used
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to the target with the same index, by one call of torch for all tensors."""
     torch._foreach_copy_(list(targets), list(sources))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import own_values
+from cnnstrategies._torch_private import turn_off_dropout_functions
 from cnnstrategies.callbacks.start_panel import differences
 from cnnstrategies.data.division import shuffles, yields_each_once
 from cnnstrategies.models.samples import samples_of
@@ -132,6 +133,7 @@ class Recorder(Checkpoint):
         else:
             self._notes["settled"] = RunRole(self._role.of).notes["settled"]
         self._notes["turned off"] = settle(module) if self._notes["settled"] else []
+        self._dropout_functions = turn_off_dropout_functions() if self._notes["settled"] else set()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -246,6 +248,8 @@ class Recorder(Checkpoint):
             self._tracer.save(self._role.folder / f"trace-{trainer.global_rank}.pt", state)
         if not trainer.is_global_zero:
             return
+        if self._dropout_functions:
+            self._notes["turned off"].append("functions for dropout, such as F.dropout, are off as well")
         has_global_batches = facts_of(trainer.strategy).has_global_batches
         self._notes |= {
             "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},

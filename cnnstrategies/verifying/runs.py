@@ -51,9 +51,9 @@ def verify(
     Both runs start from the module's current weights, and use the module's own hooks, optimizers and schedules. They
     train in float64 unless another precision is given, or in float32 if the module cannot be trained in float64. In a
     lower precision than float64, the run on one device is repeated with errors of rounding, and differences that are
-    more than ten times as large as those of these runs count. Dropout is turned off, and batch
-    normalisation uses its running statistics, except under a strategy whose layers draw and measure what they do on one
-    device. The run on one device trains on global batches, which are joined from the batches that the ranks have
+    more than ten times as large as those of these runs count. Dropout is turned off, also ``F.dropout``, and
+    batch normalisation uses its running statistics, except under a strategy whose layers draw and measure what they do
+    on one device. The run on one device trains on global batches, which are joined from the batches that the ranks have
     loaded.
 
     Both runs are forked from this process. Call this function before this process trains a network or uses a GPU.

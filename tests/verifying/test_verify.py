@@ -49,7 +49,7 @@ class Module(LightningModule):
         self.metric = MeanMetric()
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        loss = F.cross_entropy(F.dropout(self.net(batch[0]), 0.3, self.training), batch[1])
         self.log("loss", loss)
         self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.metric(loss)
@@ -80,7 +80,12 @@ def test_a_verdict_of_equality_lists_what_was_compared(strategy: str, steps: int
     assert verdict.equal, verdict
     text = str(verdict)
     assert text.startswith("equal to one device\n")
-    for words in ("weights    equal: 6 compared", "schedules  equal: ", "dropout is off (layers: 1)"):
+    for words in (
+        "weights    equal: 6 compared",
+        "schedules  equal: ",
+        "dropout is off (layers: 1)",
+        "F.dropout, are off",
+    ):
         assert words in text
     assert "; validations: 1 on " in text
     if strategy == "ddp":
