@@ -17,7 +17,7 @@ from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.stopwatch import Stopwatch
-from cnnstrategies.strategies.streams import divide_stream
+from cnnstrategies.strategies.streams import StreamLoader, divide_stream
 
 Shares = Literal["auto", "equal"] | Sequence[float]
 
@@ -113,6 +113,10 @@ class Dealing:
 
     def panel_row(self) -> tuple[str, str]:
         """Return the start panel's row about the shares, as a pair of a name and a text."""
+        module = self._strategy.lightning_module
+        loader = None if module is None else module.trainer.train_dataloader
+        if isinstance(loader, StreamLoader):
+            return "shares", f"equal, because {type(loader.dataset).__name__} is a stream without indices"
         text = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
         least = f"; at least {self.deals.least} samples for each rank" if self.deals.least > 1 else ""
         most = f"; at most {self._most} samples for each rank" if self._most is not None else ""

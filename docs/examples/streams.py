@@ -32,6 +32,8 @@ class Lines(IterableDataset[Sample]):
 class LinesData(LightningDataModule):
     """Data module of the files ``train.txt`` and ``val.txt`` in a folder, which it writes if they are missing."""
 
+    image_shape = (1, 8, 8)
+
     def __init__(self, root: Path = Path("digits"), batch_size: int = 32, num_workers: int = 2) -> None:
         super().__init__()
         self.root, self.options = root, {"batch_size": batch_size, "num_workers": num_workers}

@@ -113,14 +113,22 @@ def check_division(loader: Any, replicas: int, parts: int, gather: GatherRows) -
             refuse_divided_data("the ranks of a group have different data sets or samplers", replicas, parts)
 
 
-def refuse_divided_data(reason: str, replicas: int, parts: int) -> None:
+def refuse_divided_data(reason: str, replicas: int, parts: int, is_stream: bool = False) -> None:
     """Raise the error for data that the user's code has divided among all ranks.
+
+    Args:
+        reason: Text for what was found.
+        replicas: Number of groups.
+        parts: Number of ranks in a group.
+        is_stream: Whether the samples have no indices, so that Lightning cannot divide them.
 
     Raises:
         ConfigurationError: In each call.
     """
+    remedy = "use **trainer.distributed_sampler_kwargs, or let Lightning divide the data"
+    if is_stream:
+        remedy = f"divide the stream by the number rank // {parts} in place of the rank, or do not divide the stream"
     raise ConfigurationError(
         f"{reason}: with parts={parts} each {parts} ranks get parts of the same images, which one of them loads, so "
-        f"the data can be divided among {replicas} rank{'' if replicas == 1 else 's'} only; use "
-        "**trainer.distributed_sampler_kwargs, or let Lightning divide the data"
+        f"the data can be divided among {replicas} rank{'' if replicas == 1 else 's'} only; {remedy}"
     )

@@ -160,7 +160,8 @@ class GroupBatches(Iterator[Any]):
             if is_divided is None and (len(loaded) == FIRST or not any(row[0] for row in rows)):
                 is_divided = comparison.decide()
         if is_divided:
-            refuse_divided_data("the ranks of a group load different batches", self._groups.replicas, group.size())
+            reason = "the ranks of a group load different batches"
+            refuse_divided_data(reason, self._groups.replicas, group.size(), is_stream=True)
         if self._groups.part:
             self._batches = iter(())  # Ends the workers of the loader.
             states.restore(CPU)
