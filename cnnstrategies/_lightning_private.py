@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -130,6 +131,19 @@ def keep_batches(trainer: Trainer, divide_stream: Callable[[Any, Trainer, bool],
     """
     trainer._data_connector.__class__ = BatchesKept
     trainer._data_connector.divide_stream = divide_stream  # type: ignore[attr-defined]
+
+
+class StreamPositions(_IndexBatchSamplerWrapper):
+    """Positions of the samples of a stream's batches, where Lightning's prediction writers read indices.
+
+    Lightning reads them from a batch sampler of this private class only.
+
+    Attributes:
+        seen_batch_indices: Positions of each batch's samples.
+    """
+
+    def __init__(self) -> None:
+        self.seen_batch_indices: list[list[int]] = []
 
 
 def leave_samplers(trainer: Trainer) -> None:

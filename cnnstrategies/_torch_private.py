@@ -316,6 +316,15 @@ def abort_all_groups() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
+def number_of_collectives() -> int:
+    """Return the number of collectives that this process has begun in the default process group.
+
+    torch does not have a public counter. The number is part of a process group's own check for lost collectives.
+    """
+    group: Any = dist.group.WORLD
+    return int(group._get_sequence_number_for_group())
+
+
 def asks_default_group() -> bool:
     """Return whether ``torch.distributed.new_group`` lets the default process group create the new group.
 

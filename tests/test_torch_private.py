@@ -23,6 +23,7 @@ from cnnstrategies._torch_private import (
     is_compiling,
     measure_every_step,
     norms_of,
+    number_of_collectives,
     parameters_in,
     without_values,
 )
@@ -44,6 +45,11 @@ def step(rank, store):
         figures.append(communication_seconds(model))
     assert all(0 < total < 600 and 0 <= hidden <= total for total, hidden in figures[1:])
     assert len(set(figures[-4:])) == 4, "every step is measured again"
+    before, other_group = number_of_collectives(), dist.new_group(backend="gloo")
+    dist.all_reduce(torch.ones(1), group=other_group)
+    assert number_of_collectives() == before
+    dist.all_reduce(torch.ones(1))
+    assert number_of_collectives() == before + 1
     dist.destroy_process_group()
 
 

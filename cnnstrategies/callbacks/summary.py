@@ -21,13 +21,14 @@ from cnnstrategies.strategies.protocol import facts_of
 History = Mapping[int, Mapping[str, float]]
 PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of the metrics' names. Values: titles of the plots.
 
-EVALUATIONS = {"validate": "Validation summary", "test": "Test summary"}
+EVALUATIONS = {"validate": "Validation summary", "test": "Test summary", "predict": "Prediction summary"}
 
 
 class TrainingSummary(Callback):
     """Callback that records the metrics of every epoch, and on rank 0 prints a summary at the end of fit.
 
-    Callbacks with a method ``summary_rows`` add rows to the summary, which ``validate`` and ``test`` print as well.
+    Callbacks with a method ``summary_rows`` add rows to the summary, which ``validate``, ``test`` and ``predict`` print
+    as well.
 
     The metrics' curves are saved as ``curves.png`` in the log directory. Without a logger they are not drawn. The
     recorded metrics are saved in checkpoints, so that the curves of a resumed run begin at the first epoch.

@@ -109,12 +109,20 @@ def stateful(data: Any, workers: int) -> Any:
     return loader(StatefulDataLoader, data, workers)
 
 
+def lit_loader(folder: Path, workers: int) -> Any:
+    import litdata
+
+    data = litdata.StreamingDataset(str(folder / "lit"), shuffle=True, drop_last=False)
+    return litdata.StreamingDataLoader(data, batch_size=BATCH, num_workers=workers, collate_fn=collated)
+
+
 STREAMS: dict[str, Callable[[Path, int], Any]] = {
     "one shard": lambda folder, w: loader(DataLoader, hugging_face(folder).to_iterable_dataset(), w),
     "four shards": lambda folder, w: loader(DataLoader, hugging_face(folder).to_iterable_dataset(num_shards=4), w),
     "split by node": lambda folder, w: loader(DataLoader, split_by_node(folder), w),
     "WebDataset": lambda folder, w: loader(DataLoader, web_dataset(folder), w),
     "LitData": lambda folder, w: loader(DataLoader, lit_data(folder), w),
+    "LitData's loader": lambda folder, w: lit_loader(folder, w),
     "with indices": lambda folder, w: loader(DataLoader, hugging_face(folder), w),
     "torchdata, with indices": lambda folder, w: stateful(hugging_face(folder), w),
     "torchdata": lambda folder, w: stateful(Batches(), w),
@@ -130,7 +138,7 @@ STREAMS: dict[str, Callable[[Path, int], Any]] = {
 def test_a_stream_of_a_package_is_used_once_and_continues(name: str, workers: int, tmp_path: Path) -> None:
     hugging_face(tmp_path)
     web_dataset(tmp_path)
-    if name == "LitData":
+    if name.startswith("LitData"):
         lit_data(tmp_path)
 
     def make() -> Any:

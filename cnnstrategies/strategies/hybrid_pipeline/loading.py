@@ -80,6 +80,8 @@ class PlacedLoader:
         # To find out whether a loader can continue in the middle of an epoch, Lightning reads these attributes.
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+        if hasattr(loader, "describe_stream"):
+            self.describe_stream = self._describe_stream
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # While an instance is unpickled, it does not have this attribute yet.
@@ -127,6 +129,11 @@ class PlacedLoader:
         return -(-self._batch_size * self.ranks.number // self.ranks.replicas) or None
 
     @property
+    def knows_counts(self) -> bool:
+        """Whether this rank reads the whole stream, and so knows how many samples ``drop_last`` leaves out."""
+        return not self.ranks.all_load
+
+    @property
     def worker_init_fn(self) -> Any:
         """The function of the rank's own loader. Lightning sets this attribute to seed the loader's workers."""
         return self.loader.worker_init_fn
@@ -149,6 +156,11 @@ class PlacedLoader:
         samplers = [sampler for sampler in samplers_of(self.loader) if isinstance(sampler, DistributedSampler)]
         # Lightning's wrapper draws the order from the user's own sampler.
         return bool(samplers) and not any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
+
+    def _describe_stream(self) -> str:
+        if not self.ranks.all_load:
+            return str(self.loader.describe_stream())
+        return f"{type(self.loader.dataset).__name__} divides its samples among {self.ranks.number} processes itself"
 
     # Parts of batches
 
@@ -206,7 +218,9 @@ class PlacedLoader:
             index: Index of the batch in its epoch.
         """
         sampler: Any = getattr(self.loader, "batch_sampler", None)
-        if self.ranks.all_load:
+        if self.ranks.all_load and hasattr(self, "describe_stream"):
+            sampler.seen_batch_indices = []  # Each rank knows positions in its own part of the stream only.
+        elif self.ranks.all_load:
             seen = getattr(sampler, "seen_batch_indices", [])
             indices = self.ranks.indices(seen[index][: self._count] if index < len(seen) else [])
             # Lightning reads the list at this place on every rank, and a rank may have fewer batches than others.

@@ -1,5 +1,6 @@
 """Loader of a stream's samples for one process."""
 
+import copy
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -12,9 +13,13 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from cnnstrategies._lightning_private import StreamPositions
+from cnnstrategies._torch_private import number_of_collectives
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.gathering import gather_tensors
 from cnnstrategies.strategies.protocol import facts_of
+from cnnstrategies.strategies.streams.agreement import until_all_end, until_own_end
+from cnnstrategies.strategies.streams.own_reader import OwnReader
 from cnnstrategies.strategies.streams.part import StreamBatch, StreamPart, is_stateful
 from cnnstrategies.strategies.streams.reading import StreamReader, can_be_divided
 from cnnstrategies.strategies.streams.recognition import StreamDivision, same_start
@@ -29,9 +34,10 @@ class StreamLoader:
     """Loader of this process's part of a stream, which can resume within an epoch.
 
     If the stream (an ``IterableDataset``) divides its samples among the processes or the workers itself, its own
-    division is kept. If not, :class:`~cnnstrategies.strategies.streams.part.StreamPart` divides the samples. All
-    processes have the same number of training batches: if the stream's own division ends earlier on some processes,
-    they repeat their last batch with weight 0.
+    division is kept, and so is that of a loader that iterates in its own way. If not,
+    :class:`~cnnstrategies.strategies.streams.part.StreamPart` divides the samples. All processes have the same number
+    of training batches: if the stream's own division ends earlier on some processes, they repeat their last batch with
+    weight 0.
 
     Other attributes of a loader are those of the user's own loader.
 
@@ -66,10 +72,17 @@ class StreamLoader:
             fills,
             int(os.getenv("PL_GLOBAL_SEED", "0")),
         )
-        self._reader = StreamReader(loader, self._part, self._gather)
+        self._reads_own_way = not can_be_divided(loader)
+        self._reader: OwnReader | StreamReader
+        if self._reads_own_way:
+            self._reader = OwnReader(loader, self._part)
+        else:
+            self._reader = StreamReader(loader, self._part, self._gather)
         self._agrees = fills and self._processes > 1 and facts.ranks_per_batch == 1 and not is_evaluation
         accumulated = trainer.accumulate_grad_batches
         self._numbers = StreamedBatches(loader.batch_size, self._processes, process, accumulated, loader.drop_last)
+        # Positions of the samples of each batch in the stream, if Lightning's prediction writers read them.
+        self._positions = StreamPositions() if trainer.state.fn == "predict" else None
         self._group: dist.ProcessGroup | None = None
         self._started: Iterator[StreamBatch] | None = None
         self._resume: dict[str, Any] | None = None
@@ -93,6 +106,15 @@ class StreamLoader:
         Before the first batch it is the user's, because a strategy must not yet take the stream for divided.
         """
         return self._numbers if self._processes > 1 and self._part.division is not None else self.loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The positions of the samples for Lightning's prediction writers, or the batch sampler of the user's loader.
+
+        The positions are those of one device. They are not known if the stream divides its samples itself.
+        """
+        positions = self._positions
+        return positions if positions is not None and positions.seen_batch_indices else self.loader.batch_sampler
 
     # Attributes that Lightning sets
 
@@ -130,6 +152,8 @@ class StreamLoader:
     def describe_stream(self) -> str:
         """Return a text about the division of the stream, for the start panel."""
         division, name = self._part.division, type(self.loader.dataset).__name__
+        if self._reads_own_way:
+            return f"{type(self.loader).__name__} divides the samples of {name} in its own way"
         assert division is not None, "the first batch has been loaded"
         numbers = {"process": (division.by_process, self._processes)}
         numbers["worker"] = division.by_worker, self.loader.num_workers
@@ -158,6 +182,8 @@ class StreamLoader:
     def _find_length(self) -> int:
         # Some streams start again if they are asked for their length, so they are asked once, before the first sample.
         batches, samples = len(self.loader), sized_len(self.loader.dataset)
+        if self._reads_own_way:
+            return max(numbers[0] for numbers in self._gather([batches]))
         if self._part.division is None:
             self._started = self._start()
         division = self._part.division
@@ -179,8 +205,8 @@ class StreamLoader:
         # torch's iterator has a length that is an error, so its truth must not be asked for.
         batches = self._start() if self._started is None else self._started
         self._started = None
-        if self._agrees and self._part.division is not None and self._part.division.by_process:
-            batches = self._together(batches)
+        if self._part.division is not None and self._part.division.by_process:
+            batches = self._agreed(batches)
         for batch in batches:
             if batch.left_out:
                 self.left_out += batch.left_out
@@ -190,9 +216,12 @@ class StreamLoader:
             self._used[batch.worker] += self._samples_of_batch
             self._used_before[self._served] = list(self._used)
             self._used_before.pop(self._served - KEPT, None)
+            if self._positions is not None and batch.first >= 0:
+                self._note_positions(range(batch.first, batch.first + sum(batch.counts)))
             inner: Any = self._reader.loader
             if is_stateful(inner) and not self._is_evaluation:
-                self._states[self._served] = inner.state_dict()
+                # LitData's loader returns the same dictionary again.
+                self._states[self._served] = copy.deepcopy(inner.state_dict())
                 self._states.pop(self._served - KEPT, None)
             yield batch.batch
         self._is_exhausted = True
@@ -202,6 +231,8 @@ class StreamLoader:
         self._epoch = 0 if self._is_evaluation else loop.epoch_progress.current.processed
         self._is_exhausted, self.left_out = False, 0
         self._numbers.begin()
+        if self._positions is not None:
+            self._positions.seen_batch_indices = []
         self._states.clear()
         self._served = discarded = 0
         self._used = [0] * max(1, self.loader.num_workers)
@@ -238,7 +269,7 @@ class StreamLoader:
         inner: Any = self._reader.loader
         if then == now and resume["states"] and is_stateful(inner):
             part.division, self._reader.first = division, resume["first"]
-            inner.load_state_dict(state_of_rank(resume["states"], self._trainer.global_rank))
+            self._reader.load_state_dict(state_of_rank(resume["states"], self._trainer.global_rank))
             self._used = list(resume["used"])
             return 0
         if division == (False, False):
@@ -271,32 +302,20 @@ class StreamLoader:
             f"resume with {then}, or from a checkpoint of an epoch's end"
         )
 
-    def _together(self, batches: Iterator[StreamBatch]) -> Iterator[StreamBatch]:
-        """Yield a batch as long as any process has one. A process without a batch repeats its last batch.
+    def _agreed(self, batches: Iterator[StreamBatch]) -> Iterator[StreamBatch]:
+        name = type(self.loader.dataset).__name__
+        if self._agrees:
+            return until_all_end(batches, self._gather_in_epoch, name, self._reader.any_batch)
+        in_replicas = self._processes == self._trainer.world_size > 1 and not self._facts.has_global_batches
+        if self._is_evaluation and in_replicas and dist.is_initialized() and not self._facts.connects_hosts:
+            return until_own_end(batches, self._gather_in_epoch, name, number_of_collectives)
+        return batches
 
-        Raises:
-            ConfigurationError: A process has no batch at all.
-        """
-        last: StreamBatch | None = None
-        left_out = 0
-        while True:
-            batch = next(batches, None)
-            if batch is not None and batch.left_out:
-                left_out += batch.left_out
-                continue
-            rows = self._gather_in_epoch([0 if batch is None else batch.counts[0], left_out])
-            counts = tuple(row[0] for row in rows)
-            self.left_out += sum(row[1] for row in rows)
-            left_out = 0
-            if not any(counts):
-                return
-            last = batch or last
-            if last is None:
-                raise ConfigurationError(
-                    f"process {counts.index(0)} has no samples of {type(self.loader.dataset).__name__} in this epoch: "
-                    f"let it divide its samples among all {len(counts)} processes, or use fewer devices"
-                )
-            yield last._replace(counts=counts)
+    def _note_positions(self, of_global_batch: range) -> None:
+        assert self._positions is not None
+        rank, ranks = self._numbers.rank, self._processes
+        mine = of_global_batch if self._facts.has_global_batches else of_global_batch[rank::ranks]
+        self._positions.seen_batch_indices.append(list(mine))
 
     @property
     def _samples_of_batch(self) -> int:
@@ -381,6 +400,6 @@ def divide_stream(loader: Any, trainer: Trainer, is_evaluation: bool) -> Any:
     """
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return loader
-    if isinstance(loader.dataset, IterDataPipe) or not can_be_divided(loader):
-        return loader  # The loader divides its data set in its own way.
+    if isinstance(loader.dataset, IterDataPipe):
+        return loader  # torch's loader divides the data set.
     return StreamLoader(loader, trainer, is_evaluation)

@@ -25,12 +25,15 @@ class StreamBatch(NamedTuple):
             processes itself, only this process's number is known. A process whose number is 0 repeats a sample.
         left_out: Number of samples of the stream that are in no batch, because ``drop_last`` is set.
         worker: Number of the worker that has loaded the batch.
+        first: Position in the stream of the global batch's first sample; -1 if the stream divides its samples itself,
+            or yields batches.
     """
 
     batch: Any
     counts: tuple[int, ...]
     left_out: int = 0
     worker: int = 0
+    first: int = -1
 
 
 class StreamPart(IterableDataset[StreamBatch]):
@@ -197,7 +200,9 @@ class StreamPart(IterableDataset[StreamBatch]):
         self._dealt = self._begun + place
         rows = samples or [other]
         batch = self.collate(rows if self.batch_size else rows[0])
-        return StreamBatch(batch, tuple(counts), worker=self._number)
+        is_known = self.batch_size and self.division == UNDIVIDED
+        first = self._dealt - sum(counts) if is_known else -1
+        return StreamBatch(batch, tuple(counts), worker=self._number, first=first)
 
     # torchdata's StatefulDataLoader saves and restores the state of each worker's data set by these methods.
 

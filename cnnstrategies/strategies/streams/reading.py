@@ -69,9 +69,19 @@ class StreamReader:
         part.division = questions.answer(self._decide)
         return batches
 
+    def load_state_dict(self, state: Any) -> None:
+        """Continue in the next epoch from a state of the loader."""
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]  # A loader that has a state has the method.
+
     def restart(self) -> None:
         """Start workers again in the next epoch, if the loader has persistent workers."""
         vars(self.loader)["_iterator"] = None
+
+    def any_batch(self) -> Any:
+        """Return a batch with the first sample of the stream, or None if the stream has no samples."""
+        for sample in self.part.stream:
+            return self.part.collate([sample] if self.part.batch_size else sample)
+        return None
 
     def _batches(self, batches: Iterator[StreamBatch]) -> Iterator[StreamBatch]:
         if self.loader.num_workers:
