@@ -31,6 +31,7 @@ from cnnstrategies.guarding.rates import RateHistory, ScheduledRate
 from cnnstrategies.guarding.replay import Replay
 from cnnstrategies.guarding.rereading import digests_in, fault_of
 from cnnstrategies.guarding.watch import TrainingWatch
+from cnnstrategies.recording.steps import StepRecorder
 from cnnstrategies.strategies.protocol import FINDING, StrategyFacts, facts_of
 
 EXIT_CODE = 3  # Exit code of a run that a finding has stopped.
@@ -74,6 +75,7 @@ class Guard(Callback):
         self.findings: list[Finding] = []
         self._watch: TrainingWatch | None = None
         self._replay: Replay | None = None
+        self._recorder = StepRecorder()
         self._rates = RateHistory()
         self._scheduled: list[ScheduledRate] = []
         self._waiting: list[Finding] = []  # Findings since the last check, of which the other ranks do not know.
@@ -94,8 +96,13 @@ class Guard(Callback):
             self._watch = TrainingWatch(pl_module, trainer.optimizers, run)
             self._watch.begin(trainer.global_step)
             self._steps = GuardedSteps(trainer, pl_module, run, self.every)
-        if self._applied["replay"] and not is_compiled_in_part(trainer):
-            self._replay = Replay(pl_module, run.holds, facts.local_code)
+            readers = [*self._watch.readers, *self._steps.readers]
+            if self._applied["replay"] and not is_compiled_in_part(trainer):
+                self._replay = Replay(pl_module, run.holds, facts.local_code, self.replay_every)
+                readers.append(self._replay)
+            if trainer.overfit_batches == 0:  # type: ignore[attr-defined]  # set outside the class
+                readers += [self._watch.batches, *([self._steps.constant] if self._applied["samples"] else [])]
+            self._recorder = StepRecorder(readers, trainer.optimizers)
         io = trainer.strategy.checkpoint_io
         if trainer.is_global_zero and not isinstance(io, AsyncCheckpointIO):
             vars(io)["save_checkpoint"] = partial(self._save, trainer, io.save_checkpoint)
@@ -106,41 +113,29 @@ class Guard(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        step = self._begun_at = trainer.global_step
-        self._running.modes.begin_batch()
-        if self._running.forwards is not None:
-            self._running.forwards.begin_batch()
-        if trainer.overfit_batches == 0:  # type: ignore[attr-defined]  # set outside the class
-            with self._facts.local_code():
-                self._running.batches.add(batch, batch_idx)
-                if self._applied["samples"]:
-                    self._steps.begin_batch(batch)
-        if self._replay is not None and (step + 1) % self.replay_every == 0:
-            self._replay.start()
+        self._begun_at = trainer.global_step
+        with self._facts.local_code():
+            self._recorder.begin_batch(batch, batch_idx, self._begun_at)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._running.observe()
         with self._facts.local_code():
-            self._running.records.before_backward(loss)
-            self._steps.before_backward(loss)
+            self._recorder.before_backward(loss)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._is_due(self._begun_at + 1):
             self._scheduled = scheduled_rates(trainer)  # After this step, schedules may have computed other rates.
         with self._facts.local_code():
-            self._running.records.add_gradients(self._begun_at + 1, optimizer)
-            self._steps.before_step(optimizer)
+            self._recorder.before_step(optimizer)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         with self._facts.local_code():
-            self._running.records.add_loss(self._begun_at + 1, loss)
-            differing = [] if self._replay is None else self._replay.end()
+            self._recorder.end_batch(outputs)
+            differing = [] if self._replay is None else self._replay.take()
         if differing:
             fault = "gives another output when it is computed again"
             cause, remedy = "a memory error or a faulty processor", "train on other hardware"
@@ -148,7 +143,6 @@ class Guard(Callback):
                 trainer,
                 Finding("replay", trainer.global_rank, self._begun_at + 1, and_others(differing), fault, cause, remedy),
             )
-        self._running.observe()
         step = trainer.global_step
         if step > self._begun_at:
             self._is_checked = self._is_due(step)
@@ -193,13 +187,12 @@ class Guard(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._replay is not None:
-            self._replay.end()
-        if self._watch is not None:
-            self._steps.end()
-            if self._watch.forwards is not None:
-                self._watch.forwards.end()
+        self._recorder.end()
         vars(trainer.strategy.checkpoint_io).pop("save_checkpoint", None)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._recorder.end()
 
     @property
     def _running(self) -> TrainingWatch:

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
+from typing_extensions import override
 
 from cnnstrategies.guarding.calls import FEWEST, ScheduleHistory, ScheduleState, StepCalls
 from cnnstrategies.guarding.constant_batches import ConstantBatches
@@ -15,6 +15,7 @@ from cnnstrategies.guarding.findings import Finding, and_others
 from cnnstrategies.guarding.losses import wrong_input
 from cnnstrategies.guarding.modes import SWITCHED
 from cnnstrategies.guarding.watch import WatchedRun
+from cnnstrategies.recording.steps import StepReader
 
 ENOUGH = 20  # Smallest number of steps in which weights with gradients must change.
 STILL = 0.01  # Fraction of a weight's elements that must change.
@@ -23,7 +24,7 @@ SOME = 8  # Number of weights that are compared.
 RECORDED = 5  # Number of recorded steps from one check to the next.
 
 
-class GuardedSteps:
+class GuardedSteps(StepReader):
     """Checks of one rank.
 
     Args:
@@ -44,33 +45,25 @@ class GuardedSteps:
         self._is_resumed = trainer.global_step > 0 and sees_gradients
         self._begins_anew = self._is_resumed and any(state.due > state.made == 0 for state in self._progress())
         self._calls: StepCalls | None = None
-        self._constant = ConstantBatches()
+        self.constant = ConstantBatches()
         self._has_looked = False  # Whether a loss has been looked at.
         self._wrong_input: tuple[str, str] | None = None
-        self._step = -1  # Number of steps before the last step that has begun.
         if sees_gradients and module.automatic_optimization:
             by_norm = trainer.gradient_clip_algorithm in (None, "norm")
             limit = trainer.gradient_clip_val if by_norm and trainer.gradient_clip_val else None
             interval = max(1, every // RECORDED)
             self._calls = StepCalls(trainer.optimizers, run.holds, interval, None if limit is None else float(limit))
 
-    def begin_batch(self, batch: Any) -> None:
-        """Look at a batch that this rank has as a whole."""
-        self._constant.add(batch)
+    @property
+    def readers(self) -> list[StepReader]:
+        """Readers of the run's steps, apart from those of batches."""
+        return [self, *([] if self._calls is None else [self._calls])]
 
-    def before_backward(self, loss: object) -> None:
-        """Look at the first loss, and record a step before its first backward pass."""
-        self._constant.add_loss(loss)
+    @override
+    def before_backward(self, loss: Any) -> None:
+        """Look at the first loss."""
         if not self._has_looked:
             self._has_looked, self._wrong_input = True, wrong_input(loss)
-        if self._calls is not None and self._trainer.global_step != self._step:
-            self._step = self._trainer.global_step
-            self._calls.begin_step()
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Record gradients before an optimizer's step."""
-        if self._calls is not None:
-            self._calls.before_step(optimizer)
 
     def in_validation(self) -> Iterator[Finding]:
         """Yield a finding if the module or its batch normalisation is in training mode in a batch of a validation.
@@ -147,14 +140,9 @@ class GuardedSteps:
                 "keep them, or set save_weights_only of ModelCheckpoint",
             )
 
-    def end(self) -> None:
-        """Remove the hooks."""
-        if self._calls is not None:
-            self._calls.end()
-
     def _of_batches(self) -> Iterator[Finding]:
         """Yield notes about batches of equal images and about equal targets. Both can be meant."""
-        are_equal, targets = self._constant.take()
+        are_equal, targets = self.constant.take()
         remedy = "look at some samples of the data set"
         if are_equal:
             cause = "files that cannot be read, or an index that is ignored"

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from cnnstrategies.guarding.digests import sample_digest
+from cnnstrategies.recording.steps import StepReader
 
 LEAVES = 4  # Number of a batch's tensors that are looked at.
 COMPARED = 16  # Largest number of batches after a check that are looked at.
@@ -15,7 +17,7 @@ FEWEST = 4  # Smallest number of batches of which a statement is made.
 REPEATED = 0.2  # Fraction of an epoch's batches that were looked at, which must have come before.
 
 
-class BatchRecords:
+class BatchRecords(StepReader):
     """Checksums of the batches, which stay on their devices until they are read.
 
     Args:
@@ -29,14 +31,11 @@ class BatchRecords:
         self._start: list[Tensor] = []  # Of the first batches of the epoch.
         self._last_start: list[int] = []  # Of the first batches of the epoch before.
 
-    def add(self, batch: Any, index: int) -> None:
+    @override
+    def begin_batch(self, batch: Any, index: int) -> None:
         """Record one of the first batches after a check, or of an epoch.
 
         A batch of which this rank has only some tensors, such as the targets, is left out.
-
-        Args:
-            batch: The batch.
-            index: Number of the batch in the epoch.
         """
         if len(self._waiting) >= COMPARED and index >= FEWEST:
             return

@@ -5,12 +5,15 @@ These errors are the same on all ranks, and a run on one device makes them as we
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from cnnstrategies._torch_private import norms_of
+from cnnstrategies.recording.steps import StepReader
 
 TOLERANCE = 1e-3  # Relative difference up to which a norm counts as unchanged, or as the limit of clipping.
 FEWEST = 4  # Smallest number of steps of which a statement is made.
@@ -53,7 +56,7 @@ class ScheduleHistory:
         return result
 
 
-class StepCalls:
+class StepCalls(StepReader):
     """Gradients and learning rates at the points of some steps since the last check.
 
     Nothing is read on the host before :meth:`take`, because a read makes the CPU wait for its device.
@@ -72,7 +75,7 @@ class StepCalls:
         self._steps = 0
         self._before: dict[int, Tensor] = {}  # Norms before clipping in the current step, by the optimizers.
         self._has_stepped = False  # Whether an optimizer has made a step since a step has begun.
-        self._handles = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        self._begun = 0  # Number of the last step that has begun.
         self._begin()
 
     def _begin(self) -> None:
@@ -81,8 +84,12 @@ class StepCalls:
         self._clipped: list[tuple[Tensor, Tensor]] = []
         self._rates: list[float] = []
 
-    def begin_step(self) -> None:
-        """Record gradients that are left from the step before. Call this before the first backward pass of a step."""
+    @override
+    def before_backward(self, loss: Any) -> None:
+        """Record gradients that are left from the step before, in the first backward pass of a step."""
+        if self.step == self._begun:
+            return
+        self._begun = self.step
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self._rates.append(
             max((float(group["lr"]) for group in groups if isinstance(group.get("lr"), float)), default=1)
@@ -95,6 +102,7 @@ class StepCalls:
         self._steps += self._has_stepped or not self._steps
         self._has_stepped = False
 
+    @override
     def before_step(self, optimizer: Optimizer) -> None:
         """Record the norm of an optimizer's gradients before they are clipped."""
         self._before.clear()
@@ -103,7 +111,8 @@ class StepCalls:
             if norm is not None:
                 self._before[id(optimizer)] = norm
 
-    def _after_step(self, optimizer: Optimizer, arguments: object, options: object) -> None:
+    @override
+    def after_step(self, optimizer: Optimizer) -> None:
         self._has_stepped = True
         before = self._before.pop(id(optimizer), None)
         after = None if before is None else self._norm(optimizer)
@@ -131,11 +140,6 @@ class StepCalls:
         excess = min(exceeding) if len(exceeding) >= FEWEST - 1 else 0.0
         self._begin()
         return count >= FEWEST - 1 and count >= 3 * clean, excess, stands
-
-    def end(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
 
     def _norm(self, optimizer: Optimizer) -> Tensor | None:
         """Return the norm of an optimizer's gradients; None if it has none."""

@@ -5,15 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from cnnstrategies._torch_private import class_targets
+from cnnstrategies.recording.steps import StepReader
 
 RECORDED = 4  # Number of batches after a check that are looked at.
 SMALLEST = 8  # Smallest number of samples in a batch that is looked at.
 TARGETS = 256  # Smallest number of equal targets that are named.
 
 
-class ConstantBatches:
+class ConstantBatches(StepReader):
     """Flags of the first batches after a check, which stay on their devices until they are read.
 
     Targets count only if a loss of classes gets them, because many trainings do not use the classes of their data.
@@ -28,7 +30,8 @@ class ConstantBatches:
         self._asks = False  # Whether the next loss shows whether it gets the targets.
         self._is_used = False  # Whether it does.
 
-    def add(self, batch: Any) -> None:
+    @override
+    def begin_batch(self, batch: Any, index: int) -> None:
         """Record a batch, if it is one of the first and large enough."""
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         self._targets = None
@@ -41,7 +44,8 @@ class ConstantBatches:
             self._limits += [targets.min(), targets.max()]
             self._count += targets.numel()
 
-    def add_loss(self, loss: object) -> None:
+    @override
+    def before_backward(self, loss: Any) -> None:
         """Find out whether a loss of classes gets the batch's targets, if that matters."""
         if self._asks and self._targets is not None:
             self._asks = False

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from cnnstrategies.guarding.agreement import ComparedValue
 from cnnstrategies.guarding.modes import SWITCHED
+from cnnstrategies.recording.steps import StepReader
 
 RECORDED = 4  # Number of batches after a check that are recorded. All of them must agree, because steps may be random.
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class ForwardRecords:
-    """Hook that records layers in the first batches after a check, until the next batch begins.
+class ForwardRecords(StepReader):
+    """Reader that records layers in the first batches after a check.
 
     Only calls in training mode count: in evaluation mode, a further call changes neither statistics nor random numbers.
 
@@ -33,27 +33,19 @@ class ForwardRecords:
         }
         self._names = {id(layer): name for name, layer in layers.items()}
         self._counted = {name for name, layer in layers.items() if isinstance(layer, SWITCHED)}
-        self._handle: RemovableHandle | None = None
         self._batches: list[Counter[str]] = []  # Numbers of calls in each recorded batch.
         self._precisions: dict[str, set[torch.dtype]] = {}
 
-    def begin_batch(self) -> None:
-        """Record the next batch, or end the records."""
-        if len(self._batches) == RECORDED:
-            self.end()
-            return
-        self._batches.append(Counter())
-        self._handle = self._handle or register_module_forward_hook(self._add)
+    @override
+    def begin_batch(self, batch: Any, index: int) -> None:
+        self.follows_calls = len(self._batches) < RECORDED
+        if self.follows_calls:
+            self._batches.append(Counter())
 
-    def end(self) -> None:
-        """Remove the hook."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def _add(self, layer: nn.Module, arguments: Any, output: Any) -> None:
-        name = self._names.get(id(layer))
-        if name is None or not layer.training:
+    @override
+    def after_call(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None or not module.training:
             return
         self._batches[-1][name] += 1
         if isinstance(output, Tensor):
@@ -61,7 +53,6 @@ class ForwardRecords:
 
     def take(self) -> Iterator[ComparedValue]:
         """Yield each layer's precision and its number of calls, and begin again. A value of 0 is not compared."""
-        self.end()
         batches, precisions = self._batches, self._precisions
         self._batches, self._precisions = [], {}
         for name in self._names.values():

@@ -1,13 +1,18 @@
 """Search for layers that stay in evaluation mode although the user has set them to training mode."""
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from typing_extensions import override
+
+from cnnstrategies.recording.steps import StepReader
 
 SWITCHED = (_BatchNorm, _DropoutNd)  # Layers that compute something else in evaluation mode.
 
 
-class Modes:
+class Modes(StepReader):
     """Modes of the layers of a module, as they are at several points of each step.
 
     A layer that has been in training mode may be set to evaluation mode on purpose at the start of an epoch, or be
@@ -31,7 +36,8 @@ class Modes:
         """Record the modes before the hooks of an epoch's start."""
         self._at_epoch = self._now()
 
-    def begin_batch(self) -> None:
+    @override
+    def begin_batch(self, batch: Any, index: int) -> None:
         """Record the modes before a batch. After the hooks of an epoch's start they are what the user has set."""
         if not self._reference:
             self._reference = self._now()
@@ -39,9 +45,17 @@ class Modes:
             changed = {name: mode for name, mode in self._now().items() if mode != self._at_epoch.get(name, mode)}
             self._reference |= changed
         self._at_epoch = {}
-        self.observe()
+        self._observe()
 
-    def observe(self) -> None:
+    @override
+    def before_backward(self, loss: Any) -> None:
+        self._observe()
+
+    @override
+    def end_batch(self, loss: Any) -> None:
+        self._observe()
+
+    def _observe(self) -> None:
         """Record which layers are in training mode now."""
         if len(self._trained) < len(self.layers):
             self._trained.update(name for name, layer in self.layers.items() if layer.training)

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from cnnstrategies._torch_private import norms_of
+from cnnstrategies.recording.steps import StepReader
 
 TURNS = 4  # Number of steps in which each gradient is measured once, if there are many.
 LEAST = 8  # Smallest number of gradients in a turn.
@@ -95,8 +97,8 @@ class TakenRecords:
         return {name: norm for each in pairs for name, norm in each}
 
 
-class StepRecords:
-    """Recorder of steps.
+class StepRecords(StepReader):
+    """Reader that keeps figures of steps.
 
     Args:
         module: The module that is trained.
@@ -119,23 +121,26 @@ class StepRecords:
         self._turns: dict[int, tuple[list[int], list[_Turn]]] = {}  # With the lengths of an optimizer's groups.
         self._blocks: dict[Any, GradientBlock] = {}
 
-    def observe(self) -> None:
+    def _observe(self) -> None:
         """Record which parameters require a gradient now. Code may change this within a step."""
         if self._frozen:
             self._trainable.update(id(parameter) for parameter in self._frozen if parameter.requires_grad)
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
-    def before_backward(self, loss: object) -> None:
+    @override
+    def before_backward(self, loss: Any) -> None:
         """Look at the weights if a loss is not finite for the first time, before the step makes all weights wrong."""
+        self._observe()
         if type(loss) is Tensor and loss.device.type == "cpu" and loss.numel() == 1 and self._is_held(loss):
             self._reads_loss = True
             if self._wrong_weights is None and not math.isfinite(loss.item()):
                 held = {name: value for name, value in self._named.items() if self._is_held(value)}
                 self._wrong_weights = [name for name, value in held.items() if not value.detach().isfinite().all()]
 
-    def add_gradients(self, step: int, optimizer: Optimizer) -> None:
+    @override
+    def before_step(self, optimizer: Optimizer) -> None:
         """Record the norms of gradients with which an optimizer makes a step."""
-        self.observe()
+        self._observe()
         lengths = [len(group["params"]) for group in optimizer.param_groups]
         known = self._turns.get(id(optimizer))
         if known is None or known[0] != lengths:
@@ -155,7 +160,7 @@ class StepRecords:
             block = GradientBlock(turn.number, [*compress(owners, each)], [*compress(turn.groups, each)])
             self._blocks[key] = block
         rates = (group.get("lr", 0.0) for group in optimizer.param_groups)
-        block.steps.append(step)
+        block.steps.append(self.step)
         block.rates.append([rate.clone() if isinstance(rate, Tensor) else rate for rate in rates])
         block.norms.append(norms_of(dense))
 
@@ -178,12 +183,14 @@ class StepRecords:
             turn.averages.append(_average(states.get(parameter, {})))
         return turns
 
-    def add_loss(self, step: int, loss: object) -> None:
+    @override
+    def end_batch(self, loss: Any) -> None:
         """Record the loss of a batch, if it is a number that this rank has."""
+        self._observe()
         if type(loss) is Tensor and loss.numel() == 1 and loss.layout is torch.strided and self._is_held(loss):
             on_host = loss.device.type == "cpu"
             value = loss.item() if on_host else loss.detach().reshape(()).to(torch.float32, copy=True)
-            self._losses.append((step, value))
+            self._losses.append((self.step, value))
 
     def take(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> TakenRecords:
         """Return the records since the last call, and begin again.
@@ -192,7 +199,7 @@ class StepRecords:
             optimizers: The optimizers.
             parameters: The module's parameters from now on, by their names.
         """
-        self.observe()
+        self._observe()
         names = {id(parameter): name for name, parameter in self._named.items()}
         on_device = [loss for _, loss in self._losses if isinstance(loss, Tensor)]
         read = iter(torch.stack(on_device).tolist() if on_device else ())  # One read from the device.

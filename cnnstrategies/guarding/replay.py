@@ -6,24 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from cnnstrategies.recording.steps import StepReader
 
 FACTOR = 10.0  # Largest ratio of a difference to the difference that an input with errors of rounding makes.
 
 
-class Replay:
-    """Hooks that compute each layer of torch with parameters again, right after its first forward in a batch.
+class Replay(StepReader):
+    """Reader that computes each layer of torch with parameters again, right after its first forward in a batch.
 
-    The second computation begins with the buffers of the first one, and leaves nothing behind. Only global hooks are
-    used, because strategies look at the hooks of a user's modules. Layers of other packages are left out, because their
-    code may count its calls; layers of torch with parameters draw no random numbers. A layer of which this rank does
-    not have all values is left out, because the other ranks do not help to compute it again.
+    The second computation begins with the buffers of the first one, and leaves nothing behind. Layers of other packages
+    are left out, because their code may count its calls; layers of torch with parameters draw no random numbers. A
+    layer of which this rank does not have all values is left out, because the other ranks do not help to compute it
+    again.
 
     Args:
         module: The module that is trained.
         is_held: Function that tells whether this rank has the values of a tensor.
         local_code: Function that returns a context for code that only this rank runs.
+        every: Number of steps from one step whose layers are computed again to the next.
     """
 
     def __init__(
@@ -31,49 +33,48 @@ class Replay:
         module: nn.Module,
         is_held: Callable[[Tensor], bool],
         local_code: Callable[[], AbstractContextManager[None]],
+        every: int,
     ) -> None:
-        self._is_held, self._local_code = is_held, local_code
+        self._is_held, self._local_code, self._every = is_held, local_code, every
         self._names = {id(layer): name for name, layer in module.named_modules() if _is_known(layer)}
         self._before: dict[int, list[Tensor]] = {}
         self._results: dict[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
 
-    def start(self) -> None:
-        """Begin to compute layers twice."""
-        self._handles = [register_module_forward_pre_hook(self._prepare), register_module_forward_hook(self._repeat)]
+    @override
+    def begin_batch(self, batch: Any, index: int) -> None:
+        self.follows_calls = self.step % self._every == 0
 
-    def end(self) -> list[str]:
-        """Remove the hooks, and return the names of the layers whose two results differ."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def take(self) -> list[str]:
+        """Return the names of the layers whose two results differ."""
         names, flags = list(self._results), list(self._results.values())
         self._results, self._before = {}, {}
         return [name for name, flag in zip(names, torch.stack(flags).tolist(), strict=True) if flag] if flags else []
 
-    def _prepare(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if self._names.get(id(layer), "") in ("", *self._results) or not layer.training:
+    @override
+    def before_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._names.get(id(module), "") in ("", *self._results) or not module.training:
             return
         is_plain = all(type(value) is Tensor for value in arguments)
-        if is_plain and all(self._is_held(value) for value in (*arguments, *layer.parameters(), *layer.buffers())):
+        if is_plain and all(self._is_held(value) for value in (*arguments, *module.parameters(), *module.buffers())):
             with self._local_code():
-                self._before[id(layer)] = [buffer.clone() for buffer in layer.buffers()]
+                self._before[id(module)] = [buffer.clone() for buffer in module.buffers()]
 
+    @override
     @torch.no_grad()
-    def _repeat(self, layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        before = self._before.pop(id(layer), None)
+    def after_call(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        before = self._before.pop(id(module), None)
         if before is None or type(output) is not Tensor or not self._is_held(output):
             return
         with self._local_code():
-            after = [buffer.clone() for buffer in layer.buffers()]
-            again = _forward(layer, arguments, before)
+            after = [buffer.clone() for buffer in module.buffers()]
+            again = _forward(module, arguments, before)
             difference = again.float() - output.nan_to_num().float()
             limit = torch.zeros((), device=again.device)
             if again.device.type != "cpu":
-                disturbed = _forward(layer, [_disturbed(value) for value in arguments], before)
+                disturbed = _forward(module, [_disturbed(value) for value in arguments], before)
                 limit = FACTOR * (disturbed.float() - again.float()).norm()
-            _restore(layer, after)
-            self._results[self._names[id(layer)]] = difference.norm() > limit
+            _restore(module, after)
+            self._results[self._names[id(module)]] = difference.norm() > limit
 
 
 def _forward(layer: nn.Module, arguments: Any, buffers: list[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from cnnstrategies.guarding.modes import Modes
 from cnnstrategies.guarding.movement import Movement, MovementHistory, WeightState
 from cnnstrategies.guarding.records import TURNS, StepRecords, TakenRecords
 from cnnstrategies.guarding.series import RAISED, WARM_UP, ValueHistory, first_not_finite
+from cnnstrategies.recording.steps import StepReader
 
 Holders = tuple[int, ...] | None
 # Texts of findings.
@@ -127,10 +128,10 @@ class TrainingWatch:
         self._checked_at = step
         self.check(step)
 
-    def observe(self) -> None:
-        """Record modes and requirements of gradients, which code may change within a step."""
-        self.records.observe()
-        self.modes.observe()
+    @property
+    def readers(self) -> list[StepReader]:
+        """Readers of the run's steps, apart from those of batches."""
+        return [self.modes, *([] if self.forwards is None else [self.forwards]), self.records]
 
     def _compared_values(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[ComparedValue]:
         """Yield all values of which checksums are computed, those that the ranks compare and the others."""

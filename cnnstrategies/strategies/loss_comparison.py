@@ -21,6 +21,7 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.recording.steps import loss_of
 from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.strategies.mean_terms import joined, mean_terms
 from cnnstrategies.strategies.module_copies import (
@@ -189,7 +190,7 @@ def _run(
             raise CollectiveError(watch.collective)
         if before.changed(GeneratorStates.current(device)):
             raise _DrawsError
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step returned {type(loss).__name__}")
         parameters = [parameter for parameter in copied.parameters() if parameter.requires_grad]

@@ -21,6 +21,7 @@ from cnnstrategies._torch_private import turn_off_dropout_functions
 from cnnstrategies.callbacks.start_panel import differences
 from cnnstrategies.data.division import shuffles, yields_each_once
 from cnnstrategies.models.samples import samples_of
+from cnnstrategies.recording.steps import StepRecorder
 from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.verifying.batches import (
     BatchKeeper,
@@ -125,6 +126,7 @@ class Recorder(Checkpoint):
         self._validations = 0  # Number of validations that have ended.
         self._loader: dict[str, Any] = {}  # Facts about the loader of a rank that loads batches under the strategy.
         self._tracer: Tracer | None = None
+        self._recorder = StepRecorder()
 
     def settle(self, trainer: Trainer, module: LightningModule) -> None:
         """Change the layers that give other results under the strategy than on one device, in both runs."""
@@ -173,7 +175,9 @@ class Recorder(Checkpoint):
             self._notes["whole"] = whole_epoch(loader, reads=bool(tested.notes["ends"]))
             self._notes["other contents"] = tested.loaded.other_contents(loader) if self._role.is_first else ""
         if self._tracer is not None:
-            self._tracer.start(makes_steps=facts_of(trainer.strategy).step_kind != "worker")
+            # The optimizers of a worker do not change the weights, because those of the servers do.
+            is_worker = facts_of(trainer.strategy).step_kind == "worker"
+            self._recorder = StepRecorder([self._tracer], () if is_worker else trainer.optimizers)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -183,21 +187,18 @@ class Recorder(Checkpoint):
         if self._loader and batch_idx == trainer.current_epoch == 0:
             # Before, Lightning has called the sampler's `set_epoch`.
             self._loader["drawn"] = drawn_samples(trainer.train_dataloader)
-        if self._tracer is not None:
-            self._tracer.begin_batch(batch)
+        self._recorder.begin_batch(batch, batch_idx, trainer.global_step)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._tracer is not None:
-            self._tracer.add_parameter_gradients()
+        self._recorder.before_step(optimizer)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._notes["draws"] |= not torch.equal(_keeper(trainer).generator, torch.get_rng_state())
-        if self._tracer is not None:
-            self._tracer.end_batch(outputs)
+        self._recorder.end_batch(outputs)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -244,6 +245,7 @@ class Recorder(Checkpoint):
         values = [*pl_module.named_parameters(), *pl_module.named_buffers()]
         state = {name: sketch_of(value, by_sample=False) for name, value in values}
         torch.save(state, self._role.folder / f"state-{trainer.global_rank}.pt")
+        self._recorder.end()
         if self._tracer is not None:
             self._tracer.save(self._role.folder / f"trace-{trainer.global_rank}.pt", state)
         if not trainer.is_global_zero:

@@ -16,15 +16,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
+from typing_extensions import override
 
 from cnnstrategies._torch_private import hooks_of
 from cnnstrategies.models.joined_batches import tensors_in
 from cnnstrategies.models.samples import count_samples
+from cnnstrategies.recording.steps import StepReader
 
 SIGNS = 8  # Number of sums in a sketch of a sample.
 # Number of elements in a block, and number of blocks with signs of their own. Signs for all elements of a large value
@@ -116,11 +115,8 @@ def sketch_of(value: Tensor, by_sample: bool) -> Tensor:
     return sketch
 
 
-class Tracer:
-    """Hooks that record a run of training, from :meth:`start` until :meth:`save`.
-
-    Only global hooks of modules are used. Strategies look at the hooks of a user's modules, and would divide a network
-    with additional hooks in another way.
+class Tracer(StepReader):
+    """Reader that keeps the trace of a run of training.
 
     Args:
         module: The user's module.
@@ -135,63 +131,50 @@ class Tracer:
         self._names = {id(part): name for name, part in parts}
         self._trace = Trace(modules={name: _facts(part) for name, part in parts})
         self._noise = torch.Generator().manual_seed(noise) if noise else None
-        self._is_training = False  # Whether a batch is being trained on.
         self._calls: Counter[tuple[str, bool]] = Counter()
         self._generators: list[Tensor] = []  # States of torch's generator before the calls that have not yet ended.
-        self._handles: list[RemovableHandle] = []
+        self.follows_calls = True
 
-    def start(self, makes_steps: bool) -> None:
-        """Begin to record the calls of modules.
-
-        Args:
-            makes_steps: Whether the optimizers of this process change the weights, and not those of servers.
-        """
-        self._handles = [register_module_forward_pre_hook(self._before), register_module_forward_hook(self._after)]
-        if makes_steps:
-            self._handles.append(register_optimizer_step_post_hook(self._after_step))
-
-    def begin_batch(self, batch: Any) -> None:
+    @override
+    def begin_batch(self, batch: Any, index: int) -> None:
         """Record the weights and buffers with which the module trains on a batch."""
         self._trace.samples.append(count_samples(batch))
-        self._is_training = True
         self._calls.clear()
         for name, parameter in self._module.named_parameters():
             self._add("weight", name, parameter, owner=parameter)
         for name, buffer in self._module.named_buffers():
             self._add("buffer", name, buffer, owner=buffer)
 
-    def end_batch(self, outputs: Any) -> None:
-        """Record the loss among the outputs of the training step, and nothing more until the next batch."""
-        self._is_training = False
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    @override
+    def end_batch(self, loss: Any) -> None:
         if isinstance(loss, Tensor):
             self._add("loss", "", loss)
 
-    def add_parameter_gradients(self) -> None:
+    @override
+    def before_step(self, optimizer: Optimizer) -> None:
         """Record the gradients of parameters after the backward pass, before they are clipped."""
         for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
                 self._add("parameter gradient", name, parameter.grad, owner=parameter)
 
-    def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    @override
+    def after_step(self, optimizer: Optimizer) -> None:
         """Record the gradients with which an optimizer has made its step.
 
         Before its step they are not known, because Lightning lets the optimizer call the backward pass.
         """
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self._module.named_parameters():
-            if self._is_training and id(parameter) in parameters and parameter.grad is not None:
+            if id(parameter) in parameters and parameter.grad is not None:
                 self._add("final gradient", name, parameter.grad, owner=parameter)
 
     def save(self, file: Path, end: Mapping[str, Tensor]) -> None:
-        """Remove the hooks, and save the trace.
+        """Save the trace.
 
         Args:
             file: File for the trace.
             end: Sketches of the weights and buffers at the end of the run. Keys are their names.
         """
-        for handle in self._handles:
-            handle.remove()
         buffers, parameters = dict(self._module.named_buffers()), dict(self._module.named_parameters())
         for name, sketch in end.items():
             kind: Kind = "buffer" if name in buffers else "weight"
@@ -200,21 +183,21 @@ class Tracer:
             self._trace.values.append(SketchedValue(step, kind, name, 0, sketch, is_held=is_held))
         torch.save(self._trace, file)
 
-    def _before(self, part: nn.Module, arguments: tuple[Any, ...]) -> None:
-        name = self._names.get(id(part))
-        if name is None or not self._is_training:
+    @override
+    def before_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if (name := self._names.get(id(module))) is None:
             return
         for value in _floating(arguments):
             self._add("input", name, value, by_sample=True)
         self._generators.append(torch.get_rng_state())
 
-    def _after(self, part: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        name = self._names.get(id(part))
-        if name is None or not self._is_training:
+    @override
+    def after_call(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        if (name := self._names.get(id(module))) is None:
             return None
         if not torch.equal(self._generators.pop(), torch.get_rng_state()):
             self._trace.drawing.add(name)
-        is_leaf = next(part.children(), None) is None
+        is_leaf = next(module.children(), None) is None
         if self._noise is not None and is_leaf and isinstance(output, Tensor) and output.is_floating_point():
             output = output * _rounding(output, self._noise)
         call = self._calls[name, torch.is_grad_enabled()]
@@ -223,7 +206,7 @@ class Tracer:
             self._add("output", name, value, call, by_sample=True)
             if value.requires_grad:
                 value.register_hook(functools.partial(self._add_gradient, name, call))  # type: ignore[no-untyped-call]
-        return output if self._noise is not None else None
+        return output
 
     def _add_gradient(self, name: str, call: int, gradient: Tensor) -> None:
         self._add("gradient", name, gradient, call, by_sample=True)

@@ -21,10 +21,10 @@ def notes(batches: list[Any], own_targets: bool = False) -> list[tuple[bool, int
     records, results = ConstantBatches(), []
     for _ in range(CHECKS):
         for batch in batches:
-            records.add(batch)
+            records.begin_batch(batch, 0)
             scores, targets = torch.randn(len(batch[1]), 3, requires_grad=True), batch[-1]
             loss = F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64) if own_targets else targets)
-            records.add_loss(0.5 * loss)
+            records.before_backward(0.5 * loss)
         results.append(records.take())
     return results
 

@@ -1,6 +1,5 @@
 """Records of layers in some steps, and what ranks with other records are told."""
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ from torch import nn
 from cnnstrategies.guarding.agreement import disagreements
 from cnnstrategies.guarding.findings import Finding
 from cnnstrategies.guarding.forwards import RECORDED, ForwardRecords
+from cnnstrategies.recording.steps import StepRecorder
 
 Step = Callable[[nn.Module, int], None]
 
@@ -47,17 +47,15 @@ def findings(steps: Step, batches: int = RECORDED + 2) -> list[Finding]:
     rows, values = [], []
     for function in (plain, steps):
         module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.ReLU())
-        with contextlib.closing(Closes(module)) as records:
-            for batch in range(batches):
-                records.begin_batch()
-                function(module, batch)
-            values = list(records.take())
+        records = ForwardRecords(module)
+        recorder = StepRecorder([records])
+        for batch in range(batches):
+            recorder.begin_batch(None, batch, batch)
+            function(module, batch)
+            recorder.end_batch(None)
+        values = list(records.take())
         rows.append([(value.content, 0) for value in values])
     return disagreements(values, torch.tensor(rows), 20)
-
-
-class Closes(ForwardRecords):
-    close = ForwardRecords.end
 
 
 @pytest.mark.light

@@ -44,15 +44,16 @@ def findings(optimizer: str, wrong: int, change: Callable[[int], float]) -> list
     watch.begin(0)
     for step in range(1, wrong + 2 * TURNS):
         loss = 1 + 0.1 * torch.rand(()) + sum(value.sum() for value in module.weights).detach() * 0
+        watch.records.step = step
         watch.records.before_backward(loss)
         for index, value in enumerate(module.weights):
             # After a wrong step all gradients are wrong, as after a backward pass.
             value.grad = torch.randn(5) + loss * 0
             if step == wrong:
                 value.grad *= change(index)
-        watch.records.add_gradients(step, stepper)
+        watch.records.before_step(stepper)
         stepper.step()
-        watch.records.add_loss(step, loss)
+        watch.records.end_batch(loss)
         if step % 20 == 0:
             result += watch.check(step)[2]
     result += watch.check(wrong + 2 * TURNS)[2]
@@ -89,7 +90,8 @@ def test_each_step_measures_some_of_many_gradients() -> None:
         value.grad = torch.ones(5)
     records.before_backward(torch.ones(()))
     for step in range(2 * TURNS):
-        records.add_gradients(step, stepper)
+        records.step = step
+        records.before_step(stepper)
     each = records.take([stepper], dict(module.named_parameters())).gradients
     assert [len(norms.names) for norms in each] == [LEAST] * 2 * TURNS
     assert {name for norms in each[:TURNS] for name in norms.names} == {name for name, _ in module.named_parameters()}

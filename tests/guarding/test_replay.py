@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cnnstrategies.guarding.replay import Replay
+from cnnstrategies.recording.steps import StepRecorder
 
 
 class Counts(nn.Linear):
@@ -35,9 +36,11 @@ def test_only_a_layer_of_which_a_rank_has_all_values_is_computed_twice(missing: 
     def is_held(tensor: Tensor) -> bool:
         return tensor is not elsewhere and not (missing == "output" and tensor.shape == (1, 3))
 
-    replay = Replay(nn.Sequential(layer), is_held, local_code)
-    replay.start()
+    replay = Replay(nn.Sequential(layer), is_held, local_code, every=2)
+    recorder = StepRecorder([replay])
+    recorder.begin_batch(value, 0, steps=1)
     layer(value)
-    assert replay.end() == []
+    recorder.end_batch(None)
+    assert replay.take() == []
     assert layer.count == (1 if missing else 2)
     assert places == {"": ["local"] * 2, "output": ["local"]}.get(missing, [])

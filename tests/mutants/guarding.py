@@ -33,7 +33,7 @@ removes(
 
 
 removes(
-    ConstantBatches.add,
+    ConstantBatches.begin_batch,
     "images of a batch may all be equal",
     killed_by=test_constant_batches.test_only_batches_of_equal_images_are_named,
 )
@@ -48,7 +48,7 @@ removes(
 
 
 removes(
-    Replay.start,
+    Replay.begin_batch,
     "no layer is computed twice",
     killed_by=test_replay.test_only_a_layer_of_which_a_rank_has_all_values_is_computed_twice,
     missing="",

@@ -22,6 +22,7 @@ from cnnstrategies.commands.run.failures import described, explain_run_error
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, FAILED, TRIAL
+from cnnstrategies.recording.steps import loss_of
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -88,7 +89,7 @@ class StepControl(Callback):
         """
         if len(self._losses) == COMPARED_STEPS:
             return False
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = loss_of(outputs)
         self._losses.append(float(loss) if isinstance(loss, Tensor) else 0.0)
         if len(self._losses) < COMPARED_STEPS:
             return False
