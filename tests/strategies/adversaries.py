@@ -184,6 +184,27 @@ class OtherOrder(LightningsExample):
             optimizer.step()
 
 
+class ConstantSlopes(Adversaries):
+    """Two layers whose gradients are 1, so that their sums of weights count the steps. The second has half as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.generator, self.critic
+        self.layers = nn.ModuleList(nn.Linear(1, 4, bias=False, dtype=torch.float64) for _ in range(2))
+        for layer in self.layers.children():
+            nn.init.zeros_(layer.weight)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        chosen = (0, 1) if batch_idx % 2 else (0,)
+        for layer, optimizer in [(self.layers[index], self.optimizers()[index]) for index in chosen]:
+            optimizer.zero_grad()
+            self.manual_backward(layer(torch.ones(1, 1, dtype=torch.float64)).sum())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [SGD(layer.parameters(), lr=0.25) for layer in self.layers.children()]
+
+
 class TogglesOne(Adversaries):
     """The program of Lightning's issue 21513: automatic optimization, and a step that toggles the only optimizer."""
 
@@ -217,6 +238,7 @@ COMPILED: dict[str, Callable[[], LightningModule]] = {
 KINDS: dict[str, Callable[[], LightningModule]] = {
     kind.__name__: kind for kind in (LightningsExample, WassersteinGradientPenalty, AccumulatedAndClipped, SharedGraph)
 }
+COUNTING: dict[str, Callable[[], LightningModule]] = {"ConstantSlopes": ConstantSlopes}
 
 
 def train(kinds: list[str], strategy: Callable[[], Any], devices: int, **options: Any) -> dict[str, Any]:
@@ -234,7 +256,7 @@ def train(kinds: list[str], strategy: Callable[[], Any], devices: int, **options
                 use_distributed_sampler=False,
                 **{"max_epochs": 1} | options,
             )
-            trainer.fit((KINDS | COMPILED)[kind]())
+            trainer.fit((KINDS | COMPILED | COUNTING)[kind]())
             checkpoints[kind] = torch.load(f"{kind}.ckpt", weights_only=True)
         return checkpoints
 

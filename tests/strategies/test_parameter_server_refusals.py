@@ -107,8 +107,8 @@ USES: dict[str, Callable[[], Any]] = {
     r"loss.sinkhorn_gather_distributed=True gathers .* in `mode: async` .* use `mode: sync` or strategy ddp": lambda: (
         check_module(GATHERS, servers(mode="async"))
     ),
-    "Module sets automatic_optimization=False, .* with `mode: async`: use `mode: sync`": lambda: check_module(
-        BY_HAND, servers(mode="async")
+    "Module sets automatic_optimization=False, .* with `mode: local`: use `mode: sync`, `async` or `ssp`": lambda: (
+        check_module(BY_HAND, servers(mode="local"))
     ),
     "Module sets automatic_optimization=False, .* `combine_per_node: true`: set it to false": lambda: check_module(
         BY_HAND, servers(combine_per_node=True)

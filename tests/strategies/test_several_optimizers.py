@@ -40,6 +40,21 @@ def test_several_optimizers_make_the_steps_of_one_device(strategy: str) -> None:
     check(list(KINDS), strategy)
 
 
+def test_one_worker_with_steps_of_its_own_equals_one_device() -> None:
+    strategy = partial(ParameterServerStrategy, start_method="fork", servers_per_node=2, mode="async")
+    expected, trained = train(list(KINDS), lambda: "auto", 1), train(list(KINDS), strategy, 1)
+    for kind in KINDS:
+        assert_same_run(trained[kind], expected[kind], 1e-11)
+
+
+@pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "ssp", "staleness": 1}], ids=["async", "ssp"])
+def test_workers_with_steps_of_their_own_lose_no_step(options: dict[str, Any]) -> None:
+    strategy = partial(ParameterServerStrategy, start_method="fork", servers_per_node=2, **options)
+    state = train(["ConstantSlopes"], strategy, 2)["ConstantSlopes"]["state_dict"]
+    # Two workers with four batches each make eight steps of the first layer and four of the second.
+    assert [float(weight[0]) for weight in state.values()] == [-0.25 * 8, -0.25 * 4]
+
+
 @pytest.mark.cluster
 def test_a_compiled_module_may_toggle_optimizers() -> None:
     check(list(COMPILED), "ddp_balanced")

@@ -51,10 +51,8 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
 
 def _check_manual(module: LightningModule, options: ParameterServerOptions) -> None:
     manual = f"{type(module).__name__} sets automatic_optimization=False, which does not work with"
-    if options.mode != "sync":
-        raise ConfigurationError(
-            f"{manual} `mode: {options.mode}`: use `mode: sync`, in which all workers step together, or strategy ddp"
-        )
+    if options.mode == "local":
+        raise ConfigurationError(f"{manual} `mode: local`: use `mode: sync`, `async` or `ssp`, or strategy ddp")
     if is_compiled_whole(module):
         raise ConfigurationError(
             f"{manual} torch.compile of the whole module, because compiled code would read optimizers whose state the "

@@ -130,7 +130,8 @@ def specification_of(
     changes: dict[str, Any] = {
         "is_joint": strategy.served.is_joint,
         "number": number,
-        "clips_each_step": not module.automatic_optimization,
+        # Otherwise each worker's gradient is applied by itself, so the worker clips it.
+        "clips_each_step": not module.automatic_optimization and options.aggregates,
         **_clipping(module.trainer, options.mode),
     }
     return options.specification(module, optimizer, strategy.num_nodes, strategy.world_size, **changes)

@@ -296,7 +296,7 @@ class Stepper:
         if not self._gradients.open:
             self._check_held()
             options = hyperparameters(self.optimizer)
-            if self._manual and optimizer is not None:
+            if self.specification.clips_each_step and optimizer is not None:
                 groups = [id(group) for group in self.optimizer.param_groups]
                 options[0] |= {**self._clips.take(optimizer), STEP_GROUP: groups.index(id(optimizer.param_groups[0]))}
             self.worker.begin_step(options, 1 if self._manual else self.unfinished.samples)

@@ -280,9 +280,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
             # The servers clip instead of this plugin, because only the servers know the norm of the whole gradient.
-            for name, limit in CLIPPING.items():
-                clip = _clip_nothing if self.module.automatic_optimization else partial(self._clip_in_step, limit)
-                setattr(self.precision_plugin, name, clip)
+            automatic = self.module.automatic_optimization
+            for name, limit in CLIPPING.items() if automatic or self.options.aggregates else ():
+                setattr(self.precision_plugin, name, _clip_nothing if automatic else partial(self._clip_in_step, limit))
             scaler = enabled_scaler(self.precision_plugin)
             if scaler is not None:
                 self._scaler = JointScaler(scaler, self, lambda: self._stepper)
@@ -328,7 +328,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         ask_of_sigterm(self.trainer, False)  # The broadcast would make all workers wait for each other in each step.
         self.leave_address(self.trainer)
         worker, specification, own_steps = join_servers(self, self.module, joined(self.optimizers), self._outer_state)
-        if self.options.mode == "sync" and self.world_size > 1:
+        if self.options.mode != "local" and self.options.aggregates and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
         self.joined_late = own_steps is not None
         self.collectives.membership.report_figures(lambda: self._figures(worker))
@@ -420,7 +420,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._buffers_are_equal = False
         self._dispatch.seen += 1
         with self._stepper.forward():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if not self.module.automatic_optimization:  # This was the whole batch, with all its steps.
+            self._leave_after_last_batch()
+        return output
 
     def _samples_in(self, batch: Any) -> int:
         sampler = dealt(self.trainer) if self.options.aggregates else None
@@ -463,13 +466,18 @@ class ParameterServerStrategy(CoordinatedStrategy):
         # The gradients of these batches have been sent. If this worker dies, no other worker must process these batches
         # again.
         self._dispatch.processed = self._dispatch.seen
+        if self.module.automatic_optimization:
+            self._leave_after_last_batch()
+        return output
+
+    def _leave_after_last_batch(self) -> None:
+        """Leave an epoch of mode ``ssp`` after this worker's last batch, so that others do not wait for its pushes."""
         if self.options.mode == "ssp" and self.trainer.is_last_batch:
-            # This worker has no more batches in this epoch, so the other workers must not wait for its pushes.
+            assert self._stepper is not None
             worker = self._stepper.worker
             assert not isinstance(worker, CombinedWorker), "in mode ssp workers are not combined"
             worker.leave()
             self._has_left = True
-        return output
 
     def _clip_in_step(self, limit: str, optimizer: Optimizer, clip_val: float) -> None:
         """Let the servers clip in the optimizer's next step. This method replaces those of the precision plugin."""
