@@ -70,8 +70,8 @@ class StartPanel(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._batches += 1
-        if self._batches == STEPS and self._predicted and trainer.strategy.root_device.type == "cuda":
-            line = compared_peaks(self._predicted, torch.cuda.max_memory_allocated(trainer.strategy.root_device))
+        if self._batches == STEPS and self._predicted:
+            line = compared_peaks(self._predicted, counted_peak(trainer.strategy.root_device))
             if line is not None:
                 rank_zero_info(line)
 
@@ -300,6 +300,11 @@ def memory_row(peaks: "Sequence[PeakMemory]") -> Row:
     text = f"{most} MB" if least == most else f"{least} to {most} MB"
     parts = [f"{name} {megabytes(size)}" for name, size in fullest.parts().items() if size >= 5e5 / 10**decimals]
     return "memory", f"{text} of tensors, predicted{'' if least == most else f'; {most}'}: {', '.join(parts)}"
+
+
+def counted_peak(device: torch.device) -> int:
+    """Return the peak memory in bytes that torch's allocator has counted; 0 if the device does not count it."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def compared_peaks(predicted: int, real: int) -> str | None:

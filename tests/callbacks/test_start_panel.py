@@ -231,10 +231,13 @@ class Counts(Callback):
         self.predicted, *_ = predicted_memory(trainer, 8).peaks
         self.held = HeldBytes().__enter__()
 
+        self.state = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
+
     def on_train_end(self, trainer, pl_module):
         self.held.__exit__(None, None, None)
-        state = (*pl_module.parameters(), *pl_module.buffers())
-        self.counted = self.held.most + sum(tensor.nbytes for tensor in state)
+
+    def counted(self):
+        return self.held.most + self.state
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"])
@@ -244,6 +247,9 @@ def test_the_peak_is_predicted_in_each_precision(precision):
     module.example_input_array = torch.zeros(2, 3, 32, 32)
     data = TensorDataset(torch.randn(24, 3, 32, 32), torch.zeros(24, 32, 32, dtype=torch.long))
     counts = Counts()
-    quiet_trainer(precision=precision, max_epochs=1, callbacks=[counts]).fit(module, DataLoader(data, 8))
-    assert counts.predicted.total == pytest.approx(counts.counted, rel=0.1)
+    with panels.compared_peaks(counts.counted, 1.0, 1.3) as (callbacks, lines):
+        trainer = quiet_trainer(precision=precision, max_epochs=1, callbacks=[*callbacks, counts])
+        trainer.fit(module, DataLoader(data, 8))
+    assert counts.predicted.total == pytest.approx(counts.counted(), rel=0.1)
     assert counts.predicted.activations > 0.4 * counts.predicted.total
+    assert lines == [panels.line_on_memory(counts.predicted.total, 1.3 * counts.counted())]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import panels
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -297,23 +298,30 @@ class Peaks(Callback):
         self.predicted = predicted_memory(trainer, 4).peaks[trainer.global_rank]
         self.held = HeldRows()
         self.held.__enter__()
+        self.state = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.held.__exit__(None, None, None)
-        state = (*pl_module.parameters(), *pl_module.buffers())
-        self.counted = self.held.most + sum(tensor.nbytes for tensor in state)
+
+    def counted(self) -> int:
+        """Return the largest number of bytes of tensors until now."""
+        return self.held.most + self.state
 
 
-def peaks(make: Callable[[], Any], devices: int, precision: str) -> tuple[PeakMemory, int]:
-    """Train for three steps, and return the predicted peak memory of this rank and the counted one."""
+def peaks(make: Callable[[], Any], devices: int, precision: str) -> tuple[PeakMemory, int, list[str]]:
+    """Train for three steps, and return the predicted peak memory of this rank, the counted one, and panels' lines.
+
+    The lines are those of panels that get the counted peak, and 1.3 times this peak.
+    """
     torch.set_default_dtype(torch.float32)
     use_strategy(devices)
     module = OwnModule(UNet("bilinear", classes=CLASSES))
     module.example_input_array = torch.zeros(1, 3, HEIGHT, WIDTH)
     noted = Peaks()
-    trainer = quiet_trainer(make(), devices, max_epochs=1, precision=precision, callbacks=[noted])
-    trainer.fit(module, DataLoader(images_with(True), 4))
-    return noted.predicted, noted.counted
+    with panels.compared_peaks(noted.counted, 1.0, 1.3) as (callbacks, lines):
+        trainer = quiet_trainer(make(), devices, max_epochs=1, precision=precision, callbacks=[*callbacks, noted])
+        trainer.fit(module, DataLoader(images_with(True), 4))
+    return noted.predicted, noted.counted(), lines
 
 
 class Signalled(Callback):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import panels
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,9 +102,10 @@ def test_two_parts_train_as_one_process() -> None:
         r"register hooks, .* on all of these ranks alike\n"
     )
     for rank, (report, (on_one, on_both), (times, compared), stopped, memory) in enumerate(reports):
-        for predicted, counted in memory:
+        for predicted, counted, lines in memory:
             assert predicted.total == pytest.approx(counted, rel=0.02)
-        (in_full, _), (in_half, _) = memory
+            assert lines == [] if rank else [panels.line_on_memory(predicted.total, 1.3 * counted)]
+        (in_full, *_), (in_half, *_) = memory
         assert in_half.activations < 0.6 * in_full.activations
         assert compared == [True, True, False], "only the first steps are compared"
         # Rank 0 waits for rows of rank 1, which sleeps in its forward. The times are means over both ranks.
