@@ -47,6 +47,9 @@ PREDICTED: list[tuple[int, str, dict[str, Any]]] = [
     (2, "parameter_server", {}),
     (2, "hybrid_pipeline", {"replicas": [1, 1]}),
     (3, "hybrid_pipeline", {"replicas": [2, 1]}),
+    (2, "spatial", {"parts": 2}),
+    (1, "auto", {"precision": "bf16-mixed"}),
+    (2, "spatial", {"parts": 2, "precision": "bf16-mixed"}),
 ]
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 Rows = Iterator[tuple[str, str]]
@@ -252,7 +255,10 @@ def compiled() -> Rows:
 
 
 def peaks() -> Rows:
-    """Compare each rank's predicted peak memory with the real peak in float64, with several ranks on one card."""
+    """Compare each rank's predicted peak memory with the real one, with several ranks on one card.
+
+    The precision is float64 unless the options say something else.
+    """
     for ranks, strategy, options in PREDICTED:
         with tempfile.TemporaryDirectory() as folder:
             _ranks(ranks, strategy, folder, peaks=folder, **options)

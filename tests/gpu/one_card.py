@@ -62,7 +62,8 @@ class Peaks(Callback):
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Predict the peak of a step."""
-        peaks = predicted_memory(trainer, BATCH // trainer.world_size).peaks
+        sampling = trainer.distributed_sampler_kwargs
+        peaks = predicted_memory(trainer, BATCH // (sampling["num_replicas"] if sampling else 1)).peaks
         self.predicted = peaks[trainer.global_rank].total if peaks else 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
