@@ -1,7 +1,7 @@
 """Determine the costs of dividing images: the operations run by the rules for divided tensors, without values."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.measure import AUTOCAST
 from cnnstrategies.planning.measure_bytes import META, on_meta
 from cnnstrategies.spatial import RowsTensor, SpatialParts
-from cnnstrategies.spatial.layout import Bounds
 
 # Number of samples of the batch for which messages are counted. Batch norm needs two values for each channel.
 SAMPLES = 2
@@ -42,29 +41,37 @@ def part_costs(
     Raises:
         Exception: The network cannot run on the meta device.
     """
+    (costs,) = _costs(traced, images, [parts], axis, rule, compact)
+    return costs
+
+
+def _costs(
+    traced: fx.GraphModule, images: Images, numbers: Sequence[int], axis: int | None, rule: float, compact: float
+) -> Iterator[PartCosts]:
+    """Yield the costs of a network for several numbers of parts. The other arguments are those of `part_costs`."""
     network = on_meta(traced)
     batch: Images = tree_map(
         lambda image: torch.empty((SAMPLES, *image.shape[1:]), dtype=image.dtype, device=META), images
     )
     dimension = divided_axis(tree_leaves(batch)[0]) if axis is None else axis
-    whole = _walk(network, batch, 0, 1, dimension)
-    # The inner ranks have two neighbours, and are alike but for rounding.
-    walks = {rank: _walk(network, batch, rank, parts, dimension) for rank in sorted({0, parts // 2, parts - 1})}
-    ranks = [walks.get(rank) or walks[parts // 2] for rank in range(parts)]
-    factor = compact / SAMPLES
-    return PartCosts(
-        parts=parts,
-        shares=tuple(walk.kept / max(whole.kept, 1) for walk in ranks),
-        sent_bytes=tuple(walk.sent * factor for walk in ranks),
-        busiest_bytes=max(max(walk.sent, walk.received) for walk in ranks) * factor,
-        exchanges=max(walk.exchanges for walk in ranks),
-        summed_bytes=max(walk.summed for walk in ranks),
-        sums=max(walk.sums for walk in ranks),
-        gradient_bytes=max(walk.gradients for walk in ranks),
-        window_bytes=max(walk.window for walk in ranks) * factor,
-        seconds=rule * max(walk.operations for walk in ranks),
-        gathers=ranks[0].gathers,
-    )
+    whole, factor = _walk(network, batch, 0, 1, dimension), compact / SAMPLES
+    for parts in numbers:
+        # The inner ranks have two neighbours, and are alike but for rounding.
+        walks = {rank: _walk(network, batch, rank, parts, dimension) for rank in sorted({0, parts // 2, parts - 1})}
+        ranks = [walks.get(rank) or walks[parts // 2] for rank in range(parts)]
+        yield PartCosts(
+            parts=parts,
+            shares=tuple(walk.kept / max(whole.kept, 1) for walk in ranks),
+            sent_bytes=tuple(walk.sent * factor for walk in ranks),
+            busiest_bytes=max(max(walk.sent, walk.received) for walk in ranks) * factor,
+            exchanges=max(walk.exchanges for walk in ranks),
+            summed_bytes=max(walk.summed for walk in ranks),
+            sums=max(walk.sums for walk in ranks),
+            gradient_bytes=max(walk.gradients for walk in ranks),
+            window_bytes=max(walk.window for walk in ranks) * factor,
+            seconds=rule * max(walk.operations for walk in ranks),
+            gathers=ranks[0].gathers,
+        )
 
 
 def possible_parts(
@@ -90,7 +97,7 @@ def possible_parts(
         return (), "the inputs of the network are not images"
     rule, compact = rule_seconds() if device.type == "cpu" else 0.0, 0.5 if precision in AUTOCAST else 1.0
     try:
-        return tuple(part_costs(traced, images, parts, axis, rule, compact) for parts in numbers), ""
+        return tuple(_costs(traced, images, numbers, axis, rule, compact)), ""
     # Any operation of the network can fail on the meta device.
     except Exception as error:
         return (), f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
@@ -182,12 +189,9 @@ class _CountingParts(SpatialParts):
         self._walk.operations += 1
         return super().run(func, args, kwargs)
 
-    def fetch(self, rows: Tensor, axis: int, held: Bounds, wanted: Bounds, fill: float = 0) -> Tensor:
-        """Return the rows that this rank wants, and note their bytes if they are a copy."""
-        window = super().fetch(rows, axis, held, wanted, fill)
-        if window.shape[axis] > rows.shape[axis]:
-            self._walk.window = max(self._walk.window, window.nbytes)
-        return window
+    def note_copy(self, copied: Tensor) -> None:
+        """Note the bytes of a copy of rows."""
+        self._walk.window = max(self._walk.window, copied.nbytes)
 
 
 def _walk(network: nn.Module, batch: Images, rank: int, parts: int, axis: int) -> PartWalk:

@@ -261,7 +261,11 @@ class SpatialParts:
                 if first < last:
                     receives[peer] = (first, rows.new_empty(with_length(rows, axis, last - first)))
         wait = self._post(sends, {peer: piece for peer, (_, piece) in receives.items()})
-        return RequestedRows(rows, axis, held[self.rank], [receives[peer] for peer in sorted(receives)], wait)
+        received = [receives[peer] for peer in sorted(receives)]
+        return RequestedRows(rows, axis, held[self.rank], received, wait, self.note_copy)
+
+    def note_copy(self, copied: Tensor) -> None:
+        """Do nothing. A subclass may note a copy of rows together with rows of other ranks."""
 
     def give_back(self, values: Tensor, axis: int, held: Bounds, wanted: Bounds) -> Tensor:
         """Return the sums of values for this rank's rows, which several ranks have computed. Adjoint of :meth:`fetch`.

@@ -17,6 +17,7 @@ class RequestedRows:
         held: First row of this rank, and the row after its last one.
         received: For each message, its first row, and the tensor into which it is received.
         wait: Function that waits for the messages.
+        note_copy: Function that is called with each copy of rows.
     """
 
     def __init__(
@@ -26,9 +27,10 @@ class RequestedRows:
         held: tuple[int, int],
         received: list[tuple[int, Tensor]],
         wait: Callable[[], None],
+        note_copy: Callable[[Tensor], None],
     ) -> None:
         self._rows, self._axis, self._held, self._wait = rows, axis, held, wait
-        self._received = received
+        self._received, self._note_copy = received, note_copy
         self._is_complete = False
 
     def wait(self) -> None:
@@ -67,7 +69,11 @@ class RequestedRows:
         if high > reached:
             blocks.append(rows.new_full(with_length(rows, axis, high - reached), fill))
         blocks = [block.contiguous(memory_format=memory_format) for block in blocks]
-        return torch.cat(blocks, axis) if blocks else rows.narrow(axis, 0, 0)
+        if not blocks:
+            return rows.narrow(axis, 0, 0)
+        copied = torch.cat(blocks, axis)
+        self._note_copy(copied)
+        return copied
 
 
 def overlap(range_: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

@@ -93,6 +93,7 @@ def test_exchanges_without_rows_cost_nothing() -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1, 2))
     costs = part_costs(trace_open(network, True), torch.zeros(1, 3, 16, 16), 2, None)
     assert costs.exchanges == 2, "the first convolution's rows in the forward and in the backward"
+    assert costs.window_bytes == 3 * 16 * 3 * 4, "the three rows of an image that an edge of the convolution needs"
 
 
 def test_the_longest_dimension_is_divided() -> None:
@@ -103,9 +104,12 @@ def test_the_longest_dimension_is_divided() -> None:
 
 def test_parts_divide_the_devices_and_a_reason_is_named_where_images_cannot_be_divided() -> None:
     traced = trace_open(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()), True)
-    costs, reason = possible_parts(traced, torch.randn(2, 3, 16, 16), 12, torch.device("cpu"), "bf16-mixed")
+    images = torch.randn(2, 3, 16, 16)
+    alike, _ = possible_parts(traced, images, 12, torch.device("cuda"), "32-true")
+    assert alike == tuple(part_costs(traced, images, parts, None) for parts in (2, 3, 4, 6))
+    costs, reason = possible_parts(traced, images, 12, torch.device("cpu"), "bf16-mixed")
     assert ([row.parts for row in costs], reason) == ([2, 3, 4, 6], "")
-    full, _ = possible_parts(traced, torch.randn(2, 3, 16, 16), 2, torch.device("cpu"), "32-true")
+    full, _ = possible_parts(traced, images, 2, torch.device("cpu"), "32-true")
     assert full[0].sent_bytes == tuple(2 * size for size in costs[0].sent_bytes), "bf16 has half as many bytes"
     linear = trace_open(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), True)
     assert possible_parts(linear, torch.randn(2, 4), 2, torch.device("cpu"), "32-true") == (
