@@ -15,6 +15,7 @@ class PartCosts:
             that are not a multiple of the number of parts, and is also used as the share of the computing time.
         sent_bytes: For each part, bytes of rows that its device sends to other devices.
         busiest_bytes: Largest number of bytes of rows that a device sends or receives.
+        early_bytes: Bytes of `busiest_bytes` that are on their way while a convolution computes inner rows.
         exchanges: Number of times that the devices exchange rows, whatever the batch.
         summed_bytes: Bytes of sums over the parts for which the devices wait, such as statistics. They do not depend on
             the batch.
@@ -30,6 +31,7 @@ class PartCosts:
     shares: tuple[float, ...]
     sent_bytes: tuple[float, ...]
     busiest_bytes: float
+    early_bytes: float
     exchanges: int
     summed_bytes: int
     sums: int

@@ -14,6 +14,8 @@ from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.measure import AUTOCAST
 from cnnstrategies.planning.measure_bytes import META, on_meta
 from cnnstrategies.spatial import RowsTensor, SpatialParts
+from cnnstrategies.spatial.layout import Bounds
+from cnnstrategies.spatial.requested_rows import RequestedRows
 
 # Number of samples of the batch for which messages are counted. Batch norm needs two values for each channel.
 SAMPLES = 2
@@ -64,6 +66,7 @@ def _costs(
             shares=tuple(walk.kept / max(whole.kept, 1) for walk in ranks),
             sent_bytes=tuple(walk.sent * factor for walk in ranks),
             busiest_bytes=max(max(walk.sent, walk.received) for walk in ranks) * factor,
+            early_bytes=max(max(walk.early_sent, walk.early_received) for walk in ranks) * factor,
             exchanges=max(walk.exchanges for walk in ranks),
             summed_bytes=max(walk.summed for walk in ranks),
             sums=max(walk.sums for walk in ranks),
@@ -132,6 +135,8 @@ class PartWalk:
         exchanges: Number of exchanges of rows.
         sent: Bytes of rows that the rank sends.
         received: Bytes of rows that the rank receives.
+        early_sent: Bytes of rows that the rank sends while an operation computes.
+        early_received: Bytes of rows that the rank receives while an operation computes.
         sums: Number of sums over the ranks for which the rank waits.
         summed: Bytes of these sums.
         gradients: Bytes of the gradients of parameters that are summed during the backward.
@@ -145,6 +150,8 @@ class PartWalk:
     exchanges: int = 0
     sent: int = 0
     received: int = 0
+    early_sent: int = 0
+    early_received: int = 0
     sums: int = 0
     summed: int = 0
     gradients: int = 0
@@ -178,16 +185,34 @@ class _CountingLink:
 
 
 class _CountingParts(SpatialParts):
-    """The rules for divided tensors, which note operations and the largest copy of rows."""
+    """The rules for divided tensors, which note operations, rows that are requested early, and the largest copy."""
 
     def __init__(self, walk: PartWalk, rank: int, count: int) -> None:
         super().__init__(_CountingLink(walk, rank, count))
-        self._walk = walk
+        self._walk, self._is_early = walk, True
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation by the rules, and count it."""
         self._walk.operations += 1
         return super().run(func, args, kwargs)
+
+    def fetch(self, rows: Tensor, axis: int, held: Bounds, wanted: Bounds, fill: float = 0) -> Tensor:
+        """Return the rows that this rank wants, for which an operation waits before it computes."""
+        self._is_early = False
+        try:
+            return super().fetch(rows, axis, held, wanted, fill)
+        finally:
+            self._is_early = True
+
+    def request(self, rows: Tensor, axis: int, held: Bounds, wanted: Bounds) -> RequestedRows:
+        """Begin to fetch the rows that this rank wants, and count them if an operation computes meanwhile."""
+        walk = self._walk
+        sent, received = walk.sent, walk.received
+        requested = super().request(rows, axis, held, wanted)
+        if self._is_early:
+            walk.early_sent += walk.sent - sent
+            walk.early_received += walk.received - received
+        return requested
 
     def note_copy(self, copied: Tensor) -> None:
         """Note the bytes of a copy of rows."""

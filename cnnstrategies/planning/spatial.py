@@ -37,7 +37,8 @@ def _candidate(job: Job, costs: PartCosts) -> Candidate:
     messages = 0.0
     for group, samples in enumerate(counts):
         link = cluster.ring(group * parts, parts)
-        waiting = _exchanging(link, costs, samples) + _summing(link, costs)
+        least = min(computing[group * parts : (group + 1) * parts])
+        waiting = _exchanging(link, costs, samples, least) + _summing(link, costs)
         speed = min(cluster.speeds[group * parts : (group + 1) * parts])
         messages = max(messages, waiting + _left_of_gradients(job, costs, link, samples, speed))
     reduction = 0.0
@@ -64,9 +65,17 @@ def _candidate(job: Job, costs: PartCosts) -> Candidate:
     )
 
 
-def _exchanging(link: Link, costs: PartCosts, samples: int) -> float:
-    """Return the seconds in which the devices of a group exchange rows in a step."""
-    return costs.exchanges * link.exchange_time() + samples * costs.busiest_bytes / link.bandwidth
+def _exchanging(link: Link, costs: PartCosts, samples: int, computing: float) -> float:
+    """Return the seconds for which the devices of a group wait for rows in a step.
+
+    Args:
+        link: The slowest connection of the group.
+        costs: Costs of the parts.
+        samples: Number of samples of the group.
+        computing: Seconds for which each device of the group computes at least, while rows are on their way.
+    """
+    hidden = min(samples * costs.early_bytes / link.bandwidth, computing)
+    return costs.exchanges * link.exchange_time() + samples * costs.busiest_bytes / link.bandwidth - hidden
 
 
 def _left_of_gradients(job: Job, costs: PartCosts, link: Link, samples: int, speed: float) -> float:

@@ -30,6 +30,7 @@ PARTS = PartCosts(
     shares=(0.5, 0.6),
     sent_bytes=(100.0, 300.0),
     busiest_bytes=300.0,
+    early_bytes=200.0,
     exchanges=5,
     summed_bytes=4000,
     sums=2,
@@ -77,6 +78,7 @@ def test_counted_messages_and_memory_are_those_of_a_step(parts: int) -> None:
 
     results = on_parts(parts, step)
     assert costs.sent_bytes == tuple(sent / len(images) for sent, _ in results)
+    assert 0 < costs.early_bytes < costs.busiest_bytes, "pooling waits for rows, and gradients of rows are waited for"
     total = sum(kept for _, kept in results)
     assert sum(costs.shares) == pytest.approx(1, abs=0.15), "each rank keeps its own rows"
     for share, (_, kept) in zip(costs.shares, results, strict=True):
@@ -93,6 +95,7 @@ def test_exchanges_without_rows_cost_nothing() -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1, 2))
     costs = part_costs(trace_open(network, True), torch.zeros(1, 3, 16, 16), 2, None)
     assert costs.exchanges == 2, "the first convolution's rows in the forward and in the backward"
+    assert costs.early_bytes == costs.busiest_bytes == 2 * 16 * 3 * 4, "the inner rows are computed meanwhile"
     assert costs.window_bytes == 3 * 16 * 3 * 4, "the three rows of an image that an edge of the convolution needs"
 
 
@@ -131,7 +134,7 @@ def candidate(job: Job) -> Candidate:
 
 def test_a_step_computes_exchanges_rows_and_sums() -> None:
     row = candidate(job(2, 8))
-    exchanging = 5 * (1e-3 + 2e-4) + 8 * 300 / 1e6
+    exchanging = 5 * (1e-3 + 2e-4) + 8 * (300 - 200) / 1e6
     summing = 2 * 2 * (2e-4 + 1e-3 + 2000 / 2 / 1e6)
     gradients = LINK.all_reduce_time(8000, 2)  # In one message, which begins at the end of the backward.
     assert row.step == pytest.approx(0.09 * 0.6 + 0.002 + exchanging + summing + gradients)
@@ -140,6 +143,9 @@ def test_a_step_computes_exchanges_rows_and_sums() -> None:
     assert candidate(job(2, 8, batch_norm=True)).effect == Effect.ROUNDING, "one group normalises the whole batch"
     assert candidate(job(4, 8, batch_norm=True)).effect == Effect.LEARNING, "each group normalises its own batch"
     priced = Cluster.connected([Device()] * 2, replace(LINK, sum=0.01, exchange=0.004))
+    # The other device computes for 45 ms. Rows that take longer are waited for.
+    large = candidate(replace(job(2, 8), image_parts=(replace(PARTS, busiest_bytes=20300.0, early_bytes=20000.0),)))
+    assert large.step - row.step == pytest.approx(8 * (20300 - 100) / 1e6 - 0.09 * 0.5)
     waiting = candidate(replace(job(2, 8), cluster=priced))
     # Two sums of statistics and one of gradients, which take two messages of 1.2 ms without a price.
     assert waiting.step - row.step == pytest.approx(5 * (0.004 - 0.0012) + 3 * (0.01 - 2 * 0.0012))
@@ -156,7 +162,9 @@ def test_gradients_are_summed_while_the_backward_goes_on(bandwidth: float, left:
     link, size = Link(bandwidth, 0.0), 16 << 20
     costs = chain([0.03, 0.06], parameters=[size, size], samples=8)
     cluster = Cluster.connected([Device()] * 2, link)
-    parts = replace(PARTS, gradient_bytes=2 * size, exchanges=0, busiest_bytes=0.0, sums=0, seconds=0.0)
+    parts = replace(
+        PARTS, gradient_bytes=2 * size, exchanges=0, busiest_bytes=0.0, early_bytes=0.0, sums=0, seconds=0.0
+    )
     row = candidate(Job(Profile(costs), cluster, 8, image_parts=(parts,)))
     message = link.all_reduce_time(size, 2)
     hidden = 0.012 if left == 2 else 0.0
