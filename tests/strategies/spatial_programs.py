@@ -343,7 +343,8 @@ def train_with_signal(make: Callable[[], Any], devices: int, rank: int) -> tuple
     use_strategy(devices)
     graceful_stop.CHECK_SECONDS = 0
     module, signalled = OwnModule(nn.Conv2d(3, CLASSES, 3, padding=1)), Signalled(rank)
-    trainer = quiet_trainer(make(), devices, max_epochs=20, callbacks=[signalled, GracefulStop()])
+    # After the usual time to stop, this process would be killed in the runs that follow.
+    trainer = quiet_trainer(make(), devices, max_epochs=20, callbacks=[signalled, GracefulStop(grace=600)])
     try:
         trainer.fit(module, DataLoader(images_with(True), 2))
     except SystemExit:
