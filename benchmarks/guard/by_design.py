@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from programs import BATCH, Data, Net, Program, program, sgd
 from torch import Tensor, nn
@@ -245,6 +246,18 @@ def with_callback(callback: Any, module: Callable[[], Net] = Net) -> Program:
     return made
 
 
+class LooksInEvaluationMode(Callback):
+    """Callback that computes outputs on rank 0 after each step, in evaluation mode."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        """Compute the outputs."""
+        if trainer.is_global_zero:
+            pl_module.eval()
+            with torch.no_grad():
+                pl_module(torch.ones(2, 1, 8, 8))
+            pl_module.train()
+
+
 def weighted() -> Program:
     """Return a program with weighted samples."""
     made = program()
@@ -280,6 +293,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         program(), accumulate_grad_batches=2, gradient_clip_val=0.01
     ),
     "clipping by value": lambda: with_options(program(), gradient_clip_val=0.001, gradient_clip_algorithm="value"),
+    "outputs for a logger on rank 0, in evaluation mode": lambda: with_callback(LooksInEvaluationMode()),
     "gradients set to zeros": partial(program, module=KeepsZeros),
     "two batches again and again (overfit_batches)": lambda: with_options(program(), overfit_batches=2),
 }

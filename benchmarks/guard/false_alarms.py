@@ -2,15 +2,17 @@
 
 The first part are trainings that look unusual by design. The second part are published networks of torchvision on two
 ranks. The guard checks after the first step and after each 20 steps. The programs of the page of planted faults, run
-without their faults, are counted on that page. The last part are entries of the zoo (see the page of tested networks
-and modules), each with twelve steps under the strategy, as `make test-zoo-guard` trains them.
+without their faults, are counted on that page. The last part are entries of the zoo.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path += [str(Path(__file__).parents[1] / "pipeline"), str(Path(__file__).parent)]
 
@@ -20,24 +22,61 @@ from guarded import findings_of
 from ranks import report
 
 HERE = Path(__file__).parent
-ZOO_STEPS = 12
+ZOO = """
+## The zoo
+
+Entries of the zoo (see the page of tested networks and modules), each with twelve steps under the strategy, as `make
+test-zoo-guard` trains them, which was not run to its end: a dash stands for an entry that was not tried. Commits are
+those of the guard that was tried, with the number of entries.
+"""
 
 
-def zoo_rows(folder: Path) -> list[list[str]]:
-    """Return a row for each strategy under which `make test-zoo-guard` has trained entries of the zoo.
+Entries = Mapping[str, Mapping[str, Mapping[str, Any]]]  # Results by the names of entries and of strategies.
 
-    Args:
-        folder: Folder of the results, with a file for each entry.
-    """
-    entries = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    rows = []
-    for strategy in sorted({strategy for entry in entries for strategy in entry}):
-        results = [entry[strategy] for entry in entries if strategy in entry]
-        trained = [result for result in results if "refused" not in result]
-        findings = [finding for result in trained for finding in result["findings"]]
-        name = f"{len(trained)} networks and modules of the zoo"
-        rows.append([name, strategy, str(ZOO_STEPS), "; ".join(findings) or "none"])
-    return rows
+
+def zoo_entries(folder: Path) -> Entries:
+    """Return the results of `make test-zoo-guard`, from a folder with a file for each entry."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+
+
+def is_refused(result: Mapping[str, Any]) -> bool:
+    """Return whether the strategy refuses the entry."""
+    return "refused" in result
+
+
+def zoo_text(entries: Entries) -> str:
+    """Return a table with a row for each strategy, and the entries that strategies refuse."""
+    lines = ["| strategy | trained | refused | findings | notes | commits |", "|---|---|---|---|---|---|"]
+    strategies = sorted({strategy for results in entries.values() for strategy in results})
+    for strategy in strategies:
+        results = [entry[strategy] for entry in entries.values() if strategy in entry]
+        trained = [result for result in results if not is_refused(result)]
+        commits = Counter(result["measured"].rpartition(" ")[2] for result in results)
+        cells = [strategy, len(trained), len(results) - len(trained)]
+        cells += [sum(len(result[key]) for result in trained) for key in ("findings", "notes")]
+        lines.append(
+            "| " + " | ".join(map(str, cells)) + f" | {', '.join(f'{key} ({n})' for key, n in commits.items())} |"
+        )
+    refusals = [
+        f"- {strategy}, {name}: {results[strategy]['refused']}"
+        for name, results in entries.items()
+        for strategy in strategies
+        if is_refused(results.get(strategy, {}))
+    ]
+    return "\n".join([*lines, "", *(["Refused, as without the guard:", "", *refusals] if refusals else [])]).rstrip()
+
+
+def zoo_rows(entries: Entries) -> list[list[str]]:
+    """Return a table with a row for each entry and a column for each strategy, with its heading."""
+    strategies = sorted({strategy for results in entries.values() for strategy in results})
+
+    def cell(result: Mapping[str, Any] | None) -> str:
+        if result is None or is_refused(result):
+            return "-" if result is None else "refused"
+        return "; ".join([*result["findings"], *result["notes"]]) or "none"
+
+    rows = [[name, *(cell(results.get(strategy)) for strategy in strategies)] for name, results in entries.items()]
+    return [["network or module", *strategies], *rows]
 
 
 def main() -> None:
@@ -64,9 +103,12 @@ def main() -> None:
             if options.results is not None:
                 options.results.write_text(json.dumps(known, indent=1))
         rows.append([name, strategy, str(steps), "; ".join(known[key]) or "none"])
-    rows += zoo_rows(options.zoo or HERE.parents[1] / "build" / "zoo" / "alarms")
     if not options.only:
-        report(HERE / "false_alarms.md", "Trainings in which the guard finds nothing", __doc__ or "", rows)
+        entries = zoo_entries(options.zoo or HERE.parents[1] / "build" / "zoo" / "alarms")
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        table = "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+        text = "\n\n".join([(__doc__ or "").strip(), table, ZOO.strip(), zoo_text(entries)])
+        report(HERE / "false_alarms.md", "Trainings in which the guard finds nothing", text, zoo_rows(entries))
 
 
 if __name__ == "__main__":

@@ -49,11 +49,9 @@ REASONS = {
     "clipping before unscaling": "The module clips by itself, so only its author knows which norm is meant.",
     "weights tied by accident": "Tied weights are common, and nothing tells that these were not meant.",
     "augmentation with the same seed in each epoch": "The order of the samples differs, so no batch comes again.",
-    "second forward in training mode on rank 0": "`verify` does not train with statistics of batches under `ddp`.",
-    "low precision on one rank": "`verify` trains in float64, which autocast leaves alone.",
     "statistics of the last batch": MEANT,
     "one of two optimizers keeps gradients": "Modules that make steps by hand may accumulate gradients by design.",
-    "dropout function in validations": "`verify` also reports the program that drops values in training only.",
+    "dropout function in validations": "`verify` turns dropout off.",
     "recomputation with other random numbers": "`verify` turns dropout off.",
 }
 UNSEEN_HEAD = """
@@ -62,10 +60,12 @@ UNSEEN_HEAD = """
 Further faults of the same kinds, and of questions in forums, were written after all checks, before any of them was
 tried with `verify` or the guard. They show better how many faults of unknown kinds are found: 18 of 41 were found at
 first. Then `verify` learned to read a sampler's order after `set_epoch`, to read a sample twice, and to compare samples
-between ranks; and the guard, to look at a resumed schedule. With them it is the number below. Two further faults are
-left out, because they end the run by themselves: a step between forward and backward, and a last batch that one rank
-leaves out. Two of the programs without their faults gave false alarms, which were repaired: of the guard about the
-average of a network, some of whose weights hardly change, and of `verify` about a run without validations.
+between ranks; and the guard, to look at a resumed schedule, at softmax before a loss, and at precisions and further
+calls of layers on one rank. With them it is the number below, which also counts two faults that were written together
+with their checks: equal images, and labels that are lost. Two further faults are left out, because they end the run by
+themselves: a step between forward and backward, and a last batch that one rank leaves out. Three of the programs
+without their faults gave false alarms, which were repaired: of the guard about the average of a network, some of whose
+weights hardly change, and of `verify` about a run without validations and about a function for dropout.
 """
 LONGEST = 120  # Number of characters of a line on the page.
 
@@ -158,9 +158,10 @@ def summary(faults: Sequence[Fault], results: Results) -> str:
     for index, tool in enumerate(TOOLS):
         known = [answer for fault in faults if (answer := answers_about(fault, results)[index]) is not None]
         healthy = [answer for fault in faults if (answer := results.get(tool, fault.name, False)) is not None]
+        alarms = sum(answer.is_fault for answer in healthy)
         lines.append(
             f"`{tool}` alone found {sum(answer.is_fault for answer in known)} of {len(known)}, and raised "
-            f"{sum(answer.is_fault for answer in healthy)} alarms in {len(healthy)} programs without their faults."
+            f"{alarms or 'no'} alarm{'s' * (alarms != 1)} in {len(healthy)} programs without their faults."
         )
     lines += ["", "Not found:", ""] if missed else []
     lines += [f"- {fault.text} {REASONS.get(fault.name, ALIKE)}" for fault in missed]

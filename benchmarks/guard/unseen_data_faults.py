@@ -1,6 +1,6 @@
 """Faults of data and augmentations that were written after the checks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -239,3 +239,31 @@ class Mixes(Net):
 def mixed_images_without_mixed_targets(program: Program) -> None:
     """Images are mixed with others, and their targets are not."""
     program.module = Mixes(mixes_targets=False)
+
+
+class LargeBatches(Data):
+    """Data in batches of 64 samples.
+
+    Args:
+        change: Function of the images and targets of the training, which returns others.
+    """
+
+    def __init__(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda *values: values) -> None:
+        super().__init__(samples=512)
+        self.change = change
+
+    def train_dataloader(self) -> Any:
+        """Return shuffled batches."""
+        return DataLoader(TensorDataset(*self.change(*self.dataset.tensors)), 64, shuffle=True)
+
+
+@unseen(USER, partial(with_data, LargeBatches), step=1)
+def images_that_are_all_equal(program: Program) -> None:
+    """All files are read as the same image, because the index is ignored."""
+    program.data = LargeBatches(lambda images, targets: (images[:1].expand_as(images), targets))
+
+
+@unseen(USER, partial(with_data, LargeBatches), step=1)
+def labels_that_are_lost(program: Program) -> None:
+    """All images have class 0, because their labels are not found."""
+    program.data = LargeBatches(lambda images, targets: (images, targets * 0))

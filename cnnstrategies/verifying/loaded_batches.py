@@ -40,7 +40,7 @@ class RankBatches:
         """Return the numbers of two equal batches, which a loader of different samples does not load.
 
         Such batches are equal batches of one epoch, and the first batches of two epochs if all batches that both epochs
-        have in common are equal, and at least two. Batches of equal samples do not count.
+        have in common are equal, and at least two of them differ. Batches of equal samples do not count.
 
         Args:
             ends: See :class:`LoadedBatches`.
@@ -55,7 +55,8 @@ class RankBatches:
                 if first != number and len(set(batches[number])) > 1:
                     return first, number
             common = min(end - start, [*bounds, 0][1])
-            if shuffles and start and common > 1 and batches[:common] == batches[start : start + common]:
+            is_repeated = start and common > 1 and batches[:common] == batches[start : start + common]
+            if shuffles and is_repeated and len(set(batches[:common])) > 1:
                 return 0, start
         return None
 

@@ -166,6 +166,7 @@ def test_random_layers_are_turned_off_and_reported() -> None:
         ([0, 1, 2, 0, 2], [3], None),
         ([0, 1, 2, 0], [3], None),  # One equal batch may be chance.
         ([9, 9, 9, 1], [4], None),  # Batches of equal samples.
+        ([9, 9, 9, 9], [2], None),  # Epochs of equal samples.
     ],
 )
 def test_batches_that_a_rank_loads_again_are_found(
