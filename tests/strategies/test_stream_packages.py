@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from cnnstrategies.callbacks import StreamCounts
+from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
 from tests.strategies.test_streams import BATCH, EVERYTHING, SIZE, balanced, noted, sample, train
 
 PACKAGES = ("datasets", "torchdata", "webdataset", "litdata")
@@ -153,3 +154,16 @@ def test_a_stream_of_a_package_is_used_once_and_continues(name: str, workers: in
     assert noted(tmp_path / "first", before=4) + noted(tmp_path / "then") == EVERYTHING
     weights = [torch.load(tmp_path / part / "weights") for part in ("first", "then")]
     assert all(value.equal(weights[1][key]) for key, value in weights[0].items())
+
+
+def test_a_data_set_with_indices_on_disk_follows_shares_and_is_dispatched(tmp_path: Path) -> None:
+    hugging_face(tmp_path)
+    strategies = {
+        "shares": BalancedDDPStrategy(shares=[3, 1], start_method="fork"),
+        "dispatch": ParameterServerStrategy(mode="async", data_dispatch="dynamic", start_method="fork"),
+    }
+    for name, strategy in strategies.items():
+        train(tmp_path / name, strategy, 2, lambda: loader(DataLoader, hugging_face(tmp_path), 2), max_epochs=2)
+        assert [noted(tmp_path / name, epoch) for epoch in ("0", "1")] == [EVERYTHING] * 2, name
+    sizes = [(tmp_path / "shares" / str(rank)).read_text().split("\n")[0].count(" ") - 1 for rank in range(2)]
+    assert sizes == [3, 1], "numbers of samples in the first batch"
