@@ -121,7 +121,7 @@ fuzz-spatial: $(INSTALLED)
 	$(BIN)/python -m tests.spatial.random_layers $(N)
 
 # First the faulty versions in tests/mutants whose tests take long. Then mutmut makes more than a thousand small changes
-# to ten modules, and the changes that no test notices are printed. Takes some minutes; MODULE=data.sampling takes only
+# to ten modules, and the changes that no test notices are printed. Takes some minutes; MODULE=shares.samplers takes only
 # this module. See [tool.mutmut] in pyproject.toml.
 MUTATED := build/mutants
 mutants: $(INSTALLED)

@@ -20,14 +20,14 @@ from torchvision.models.detection.ssd import SSD
 from cnnstrategies import ConfigurationError, DetectionModule, verify
 from cnnstrategies.callbacks import PredictionWriter
 from cnnstrategies.data import DigitsDataModule, SyntheticDetectionDataModule, synthetic_shapes
-from cnnstrategies.data.sampling import ShuffledBatches
 from cnnstrategies.detectors import SmallBackbone, SmallRetinaNet
 from cnnstrategies.models import detection_quality
 from cnnstrategies.models.detection_quality import DetectionQuality
 from cnnstrategies.models.detector import OWN_FOREGROUND, PADDED, SAMPLED
 from cnnstrategies.models.joined_batches import joined
 from cnnstrategies.models.samples import count_samples
-from cnnstrategies.shares import Deals
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.samplers import ShuffledBatches
 from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import differences_of_replicas
 from cnnstrategies.strategies.joined_parts import count_samples as count_of_part
@@ -133,7 +133,7 @@ def half_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(synthetic_shapes, "EMPTY", 2)
     for shares in ([2, 1], [1, 1]):
-        ranks = [ShuffledBatches(20, 6, SEED, 2, rank, False, deals=Deals(shares)) for rank in (0, 1)]
+        ranks = [ShuffledBatches(20, 6, SEED, 2, rank, False, history=ShareHistory(shares)) for rank in (0, 1)]
         empty = [[all(index % 2 for index in batch.indices) for batch in rank] for rank in ranks]
         assert empty == [[False, False, False, True], [False, True, False, True]]
 

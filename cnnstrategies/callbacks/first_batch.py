@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from cnnstrategies.callbacks.start_panel import loading
-from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples, samples_of
+from cnnstrategies.shares.samplers import dealt
 from cnnstrategies.strategies.protocol import facts_of
 
 ELEMENTS = 1 << 16  # The checksum of a batch covers this many elements from the start of each tensor.

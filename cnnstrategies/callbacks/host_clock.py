@@ -6,7 +6,7 @@ from typing_extensions import override
 from cnnstrategies.callbacks.slow_changes import CHECKPOINT
 from cnnstrategies.recording.actions import CALLBACK, LOADING, SAVING, callback_of
 from cnnstrategies.recording.clock import DATA, PartClock, WaitParts
-from cnnstrategies.strategies.stopwatch import Stopwatch
+from cnnstrategies.runtime.stopwatch import Stopwatch
 
 COMPUTE = "compute"  # Part of a step without an action of its own.
 

@@ -20,9 +20,9 @@ from cnnstrategies.callbacks.box_counts import BoxCounts
 from cnnstrategies.callbacks.picture_counts import PictureCounts, counts_for
 from cnnstrategies.callbacks.picture_files import Evaluated, write_pictures
 from cnnstrategies.callbacks.tables import relative
-from cnnstrategies.data.sampling import OrderedBatches
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.shares import turns
+from cnnstrategies.shares.dealing import turns
+from cnnstrategies.shares.samplers import OrderedBatches
 from cnnstrategies.strategies.protocol import facts_of
 
 Split = Literal["val", "test"]

@@ -20,9 +20,9 @@ from cnnstrategies.callbacks.slow_changes import STEPS, VALIDATION, SlowChange, 
 from cnnstrategies.callbacks.slow_lines import line_about, line_about_end
 from cnnstrategies.callbacks.step_blocks import StepBlocks, decode, encode
 from cnnstrategies.recording.clock import PartClock
+from cnnstrategies.runtime.stopwatch import Stopwatch
 from cnnstrategies.runtime.waiting import report_forwards, unwatch, watch
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
-from cnnstrategies.strategies.stopwatch import Stopwatch
 
 FIRST = 10  # Number of steps at the start of a run that are not measured, because caches and connections are new.
 EVERY = 1.0  # Shortest time in seconds between two messages of a rank to rank 0.

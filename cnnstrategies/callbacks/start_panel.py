@@ -16,9 +16,9 @@ from typing_extensions import override
 from cnnstrategies.callbacks.tables import print_table, relative, rows_of_callbacks
 from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.module import ImageDataModule
-from cnnstrategies.data.sampling import dealt
 from cnnstrategies.models.samples import samples_of
 from cnnstrategies.runtime.memory_records import record_predictions
+from cnnstrategies.shares.samplers import dealt
 from cnnstrategies.strategies.predicted_memory import predicted_memory
 from cnnstrategies.strategies.protocol import facts_of
 

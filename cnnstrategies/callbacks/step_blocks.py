@@ -11,7 +11,7 @@ from cnnstrategies.callbacks.slow_changes import LONG, OUTSIDE, PARTS, STEPS, St
 from cnnstrategies.recording.actions import CALLBACK
 from cnnstrategies.recording.clock import DATA, OTHER, WAITED, PartClock
 from cnnstrategies.runtime.records import parsed, printable
-from cnnstrategies.strategies.stopwatch import Measured
+from cnnstrategies.runtime.stopwatch import Measured
 
 LONGEST, LARGEST = 100, 2.0**53  # Most characters of an action's name, and first number that is too large.
 MOST_NAMES = 50  # Largest number of actions in a block.

@@ -15,8 +15,8 @@ from cnnstrategies.data.boxes import ReadImage
 from cnnstrategies.data.decoding import fitted, read_image
 from cnnstrategies.data.folders import readable
 from cnnstrategies.data.loading import BatchDataset
-from cnnstrategies.data.sampling import BatchRequest
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.shares.samplers import BatchRequest
 
 Sample = tuple[Tensor, dict[str, Tensor]]
 CROWD = 5  # Column of the rows of `targets_of`.

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from cnnstrategies.data.sampling import BatchRequest, ShuffledBatches
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.shares.samplers import BatchRequest, ShuffledBatches
 
 Batch = tuple[Tensor, Tensor]
 Transform = Callable[[Tensor], Tensor]

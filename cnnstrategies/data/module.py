@@ -19,9 +19,9 @@ from cnnstrategies.cluster.environment import check_world
 from cnnstrategies.data.decoding import of_image
 from cnnstrategies.data.loading import BatchDataset, BatchLoader, Source, TensorSource, Transform
 from cnnstrategies.data.preprocessing import Preprocessing
-from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.shares import Deals
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.samplers import OrderedBatches, ShuffledBatches
 from cnnstrategies.strategies.protocol import facts_of
 
 TaskName = Literal["classes", "multilabel", "regression"]
@@ -238,14 +238,14 @@ class ImageDataModule(LightningDataModule):
         With ``overfit_batches`` the samples are not shuffled.
         """
         replicas, rank = self.sharding()
-        deals = deals_of(self.trainer)
+        history = share_history_of(self.trainer)
         size = len(self.train_source)
         sampler: ShuffledBatches | OrderedBatches
         if getattr(self.trainer, "overfit_batches", 0) > 0:
-            sampler = OrderedBatches(size, self.batch_size, replicas, rank, deals)
+            sampler = OrderedBatches(size, self.batch_size, replicas, rank, history)
         else:
             samples, accumulated = self._step_under(self.trainer, replicas)
-            sampler = ShuffledBatches(size, samples, self.seed, replicas, rank, self.drop_last, accumulated, deals)
+            sampler = ShuffledBatches(size, samples, self.seed, replicas, rank, self.drop_last, accumulated, history)
             check_weights(sampler, self.trainer)
         return self._loader(self.dataset_class(self.train_source, self.train_transform), sampler)
 
@@ -263,7 +263,7 @@ class ImageDataModule(LightningDataModule):
 
     def _evaluation_loader(self, source: Source, give_indices: bool = False) -> BatchLoader:
         replicas, rank = self.sharding()
-        sampler = OrderedBatches(len(source), self.batch_size, replicas, rank, deals_of(self.trainer))
+        sampler = OrderedBatches(len(source), self.batch_size, replicas, rank, share_history_of(self.trainer))
         return self._loader(self.dataset_class(source, self.eval_transform, give_indices), sampler)
 
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
@@ -336,7 +336,7 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
     return 1 if sampling is None else sampling["num_replicas"], trainer.accumulate_grad_batches
 
 
-def deals_of(trainer: Trainer | None) -> Deals | None:
+def share_history_of(trainer: Trainer | None) -> ShareHistory | None:
     """Return the ranks' shares, by which the trainer's strategy divides each batch.
 
     The result is None if all ranks have equal shares.

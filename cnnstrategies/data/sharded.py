@@ -14,11 +14,11 @@ from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.loading import BatchDataset, BatchLoader
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
-from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.index import Index, read_index
 from cnnstrategies.data.shards.jpeg import DecoderName, find_decoder
 from cnnstrategies.data.shards.source import Crops, ShardSource, centre_crops, random_crops
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.shares.samplers import OrderedBatches, ShuffledBatches
 
 
 class ShardedImageDataModule(ImageDataModule):

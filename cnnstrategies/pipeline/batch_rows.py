@@ -12,7 +12,7 @@ from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.tensor_headers import memory_format_of
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed.partial import PartialTensor
-from cnnstrategies.shares import deal
+from cnnstrategies.shares.dealing import deal
 
 
 @dataclass(frozen=True)

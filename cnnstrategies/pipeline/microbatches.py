@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from cnnstrategies.shares import NORMALISED_TOGETHER, turns
+from cnnstrategies.shares.dealing import NORMALISED_TOGETHER, turns
 
 CPU = torch.device("cpu")
 Images = Tensor | tuple[Tensor, ...]  # The input of the network: a tuple if the network takes several tensors.

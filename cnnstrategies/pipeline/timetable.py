@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import Literal
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.shares import check_count, deal, rotation
+from cnnstrategies.shares.dealing import deal, rotation
+from cnnstrategies.shares.options import check_count
 
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")

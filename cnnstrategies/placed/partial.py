@@ -19,7 +19,7 @@ from cnnstrategies.placed.messages import RefusedError
 from cnnstrategies.placed.operations import operation_of, tensors_in, with_tensors
 from cnnstrategies.placed.results import ResultForm
 from cnnstrategies.placed.rules import Rule
-from cnnstrategies.shares import turns
+from cnnstrategies.shares.dealing import turns
 
 if TYPE_CHECKING:
     from cnnstrategies.placed.places import Places

@@ -14,7 +14,8 @@ from cnnstrategies.planning.costs import GraphCosts, Profile
 from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.memory import NO_UPDATE, OptimizerMemory, PeakMemory, Update, largest
 from cnnstrategies.planning.step_values import NO_VALUES, StepValues
-from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
+from cnnstrategies.shares.dealing import NORMALISED_TOGETHER, deal
+from cnnstrategies.shares.proposals import proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
 # Repeats the type `pipeline.timetable.Checkpointing`, so that this module does not import the pipeline.

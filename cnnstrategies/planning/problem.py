@@ -12,7 +12,7 @@ from cnnstrategies.planning.costs import NodeCost
 from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.planning.sections import Section, StageMemory
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_gather, all_reduce
-from cnnstrategies.shares import deal, rotation, soonest
+from cnnstrategies.shares.dealing import deal, rotation, soonest
 
 FEW = 8  # Largest number of replicas whose numbers of microbatches are reduced one at a time until they fit.
 

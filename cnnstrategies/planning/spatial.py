@@ -10,7 +10,7 @@ from cnnstrategies.planning.image_parts import PartCosts
 from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.planning.part_peaks import MESSAGE_BYTES, PartedStep, part_peaks
 from cnnstrategies.planning.stage_costs import reduced_at, stage_costs
-from cnnstrategies.shares import deal
+from cnnstrategies.shares.dealing import deal
 
 
 def spatial(job: Job) -> Iterator[Candidate]:

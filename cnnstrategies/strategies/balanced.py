@@ -13,13 +13,13 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.quantities import as_timedelta
+from cnnstrategies.runtime.groups import GatherRows, gather_rows, gather_tensors
 from cnnstrategies.runtime.waiting import report_forwards
-from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.dealing import Dealing
+from cnnstrategies.shares.history import ShareHistory
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.gathering import GatherRows, gather_rows, gather_tensors
 from cnnstrategies.strategies.own_division import LeavesDividedData
+from cnnstrategies.strategies.share_options import ShareOptions
 from cnnstrategies.strategies.unfreezing import WrapsAgain
 
 
@@ -64,7 +64,7 @@ class BalancedDDPStrategy(LeavesDividedData, ExactMeans, WrapsAgain, FailingToge
         if "timeout" in kwargs:
             kwargs["timeout"] = as_timedelta(kwargs["timeout"], "timeout")
         super().__init__(**kwargs)
-        self._dealing = Dealing(self, shares, max_samples, initial_shares)
+        self._share_options = ShareOptions(self, shares, max_samples, initial_shares)
         self._group: dist.ProcessGroup | None = None
         self._reports: tuple[RemovableHandle, ...] = ()  # They end the reports of DDP's waits.
 
@@ -75,24 +75,24 @@ class BalancedDDPStrategy(LeavesDividedData, ExactMeans, WrapsAgain, FailingToge
 
         Lightning reads this property right before it starts processes, so the number of shares is checked here.
         """
-        self._dealing.check()
+        self._share_options.check()
         return super().launcher
 
     @property
     @override
-    def batch_shares(self) -> Deals:
-        return self._dealing.deals
+    def batch_shares(self) -> ShareHistory:
+        return self._share_options.history
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._dealing.begin(self._open_group)
+        self._share_options.begin(self._open_group)
 
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        if self._dealing.clock is not None:
+        if self._share_options.clock is not None:
             self.model.register_comm_hook(None, self._reduce)
             # The module may be wrapped again during training.
             for handle in self._reports:
@@ -104,14 +104,14 @@ class BalancedDDPStrategy(LeavesDividedData, ExactMeans, WrapsAgain, FailingToge
         reduced: torch.futures.Future[Tensor] = default_hooks.allreduce_hook(group, bucket)
         if bucket.is_last():
             # All gradients are computed. In the rest of backward this rank only waits for the other ranks' gradients.
-            assert self._dealing.clock is not None
-            self._dealing.clock.begin_waiting()
+            assert self._share_options.clock is not None
+            self._share_options.clock.begin_waiting()
         return reduced
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._dealing.clock is not None:
-            self._dealing.clock.end_waiting()
+        if self._share_options.clock is not None:
+            self._share_options.clock.end_waiting()
         super().post_backward(closure_loss)
 
     def _open_group(self) -> GatherRows:
@@ -122,8 +122,8 @@ class BalancedDDPStrategy(LeavesDividedData, ExactMeans, WrapsAgain, FailingToge
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._dealing.loader(dataloader)
+        return self._share_options.loader(dataloader)
 
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        return [self._dealing.panel_row()]
+        return [self._share_options.panel_row()]

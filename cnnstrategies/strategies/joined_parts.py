@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.shares import turns
+from cnnstrategies.shares.dealing import turns
 
 
 class DividedRows(NamedTuple):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cnnstrategies.pipeline.task_times import TaskTimes
     from cnnstrategies.planning.lighter import LighterPlan
     from cnnstrategies.planning.memory import PeakMemory
-    from cnnstrategies.shares import Deals
+    from cnnstrategies.shares.history import ShareHistory
     from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 # How a strategy combines the gradients of its ranks:
@@ -257,7 +257,7 @@ class StrategyFacts:
         return None
 
     @property
-    def batch_shares(self) -> "Deals | None":
+    def batch_shares(self) -> "ShareHistory | None":
         """Shares by which data modules divide global batches among the ranks.
 
         The value is None if all ranks get equal shares.

@@ -10,10 +10,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from cnnstrategies.data.sampling import DealtBatches, dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
-from cnnstrategies.strategies.balancing import Balance
+from cnnstrategies.shares.rebalancing import Balance
+from cnnstrategies.shares.samplers import DealtBatches, dealt
 from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.loss_comparison import KINDS, LossComparison, LossKind, compare_with_parts
 from cnnstrategies.strategies.mean_terms import MeanTerm, joined, mean_terms

@@ -9,10 +9,10 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from cnnstrategies.data.division import has_map, samplers_of
-from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
 from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.runtime.seeds import restores_random_numbers
+from cnnstrategies.shares.samplers import DealtBatches, OrderedBatches
 
 MOST_COUNTED = 1 << 16  # Largest number of batches of a stream that are counted.
 

@@ -16,10 +16,10 @@ from cnnstrategies import ImageClassifier, ImageSegmenter
 from cnnstrategies.callbacks import StartPanel, start_panel
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET
-from cnnstrategies.data.sampling import ShuffledBatches
 from cnnstrategies.networks import SmallCNN, UNet
 from cnnstrategies.planning.held_bytes import HeldBytes
 from cnnstrategies.planning.memory import PeakMemory
+from cnnstrategies.shares.samplers import ShuffledBatches
 from cnnstrategies.strategies import CompressedDDPStrategy
 from cnnstrategies.strategies.predicted_memory import PredictedMemory, predicted_memory
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of

@@ -6,7 +6,7 @@ from torch import nn
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data.loading import BatchDataset, BatchLoader, TensorSource
-from cnnstrategies.data.sampling import ShuffledBatches
+from cnnstrategies.shares.samplers import ShuffledBatches
 
 
 class Noise(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from cnnstrategies.data.augment import RandomShift
 from cnnstrategies.data.loading import TensorSource
 from cnnstrategies.data.module import ImageDataModule
-from cnnstrategies.data.sampling import ShuffledBatches
+from cnnstrategies.shares.samplers import ShuffledBatches
 from tests.conftest import quiet_trainer
 from tests.runner.forked import in_fork
 

@@ -4,17 +4,18 @@ import torch
 
 from cnnstrategies.data.division import StreamComparison, same_loaders
 from cnnstrategies.data.loading import BatchDataset, unshared
-from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.jpeg import MARGIN, cut
 from cnnstrategies.divided_batches import DividedBatches
-from tests.data import test_division, test_loading, test_sampling, test_shards
+from cnnstrategies.shares.samplers import OrderedBatches, ShuffledBatches
+from tests.data import test_division, test_loading, test_shards
 from tests.mutants.faulty import replaces
+from tests.shares import test_samplers
 from tests.strategies import test_own_batch_samplers
 
 # Samples
 
 
-@replaces(ShuffledBatches.__iter__, killed_by=test_sampling.test_each_epoch_is_a_permutation_and_each_batch_has_a_seed)
+@replaces(ShuffledBatches.__iter__, killed_by=test_samplers.test_each_epoch_is_a_permutation_and_each_batch_has_a_seed)
 def every_epoch_has_the_same_order(original, self):
     self.epoch = 0
     return original(self)
@@ -28,7 +29,7 @@ def a_run_resumed_within_an_epoch_starts_the_epoch_again(original, self):
     return original(self)
 
 
-@replaces(OrderedBatches.samples, killed_by=test_sampling.test_evaluation_sees_each_sample_once_in_equal_batches)
+@replaces(OrderedBatches.samples, killed_by=test_samplers.test_evaluation_sees_each_sample_once_in_equal_batches)
 def an_evaluation_counts_a_sample_twice(original, self, batch, rank):
     samples = original(self, batch, rank)
     return samples + samples[-1:]

@@ -5,22 +5,20 @@ from math import inf
 from lightning.pytorch.strategies import DDPStrategy
 
 from cnnstrategies.callbacks.first_batch import check_lengths
-from cnnstrategies.data.sampling import DealtBatches
-from cnnstrategies.shares import Deals
+from cnnstrategies.shares.bets import Bets, ShareDecision, bound
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.rebalancing import Balance, propose
+from cnnstrategies.shares.samplers import DealtBatches
 from cnnstrategies.strategies import CompressedDDPStrategy
-from cnnstrategies.strategies.balancing import Balance, propose
-from cnnstrategies.strategies.bets import Bets, ShareDecision, bound
 from cnnstrategies.strategies.loss_comparison import LossComparison, compare_with_parts
 from cnnstrategies.strategies.mean_terms import MeanTerm
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.unfreezing import wrap_if_changed
 from tests.callbacks import test_first_batch
-from tests.data import test_sampling
 from tests.mutants.faulty import removes, replaces
+from tests.shares import test_bets, test_rebalancing, test_samplers
 from tests.strategies import (
     test_balanced,
-    test_balancing,
-    test_bets,
     test_data_parallel,
     test_loss_means,
     test_parameter_server_own_code,
@@ -64,11 +62,11 @@ removes(
 removes(
     DealtBatches.weight,
     "ranks with different shares get equal weights",
-    killed_by=test_sampling.test_training_cuts_one_permutation_into_steps_and_shares,
+    killed_by=test_samplers.test_training_cuts_one_permutation_into_steps_and_shares,
     gives=1.0,
 )
 removes(
-    Deals.change,
+    ShareHistory.change,
     "a slow rank keeps its share",
     killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory,
     takes_long=True,
@@ -115,9 +113,9 @@ removes(
 )
 
 
-@replaces(propose, killed_by=test_balancing.test_no_proposed_share_exceeds_a_ranks_memory)
-def a_slow_rank_gets_the_share_of_a_fast_rank(original, now, deals, seconds, step, fitting):
-    return original(now, deals, seconds[::-1], step, fitting)
+@replaces(propose, killed_by=test_rebalancing.test_no_proposed_share_exceeds_a_ranks_memory)
+def a_slow_rank_gets_the_share_of_a_fast_rank(original, now, history, seconds, step, fitting):
+    return original(now, history, seconds[::-1], step, fitting)
 
 
 @replaces(
@@ -133,8 +131,8 @@ def batches_that_are_already_loaded_are_divided_again(original, self, order, fir
 
 
 @replaces(propose, killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory, takes_long=True)
-def a_fast_rank_gets_more_samples_than_fit_into_its_memory(original, now, deals, seconds, step, fitting):
-    return original(now, deals, seconds, step, [inf] * len(now))
+def a_fast_rank_gets_more_samples_than_fit_into_its_memory(original, now, history, seconds, step, fitting):
+    return original(now, history, seconds, step, [inf] * len(now))
 
 
 @replaces(

@@ -5,24 +5,24 @@ import functools
 
 from torch.utils._pytree import tree_map
 
-from cnnstrategies.data.sampling import batches_of
 from cnnstrategies.pipeline.rehearsal import rehearse
 from cnnstrategies.placed import ForeignTensor
+from cnnstrategies.shares.samplers import batches_of
 from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.dealt_loader import by_shares
-from cnnstrategies.strategies.hybrid_pipeline.balancing import StageBalance
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placed_batches import continue_with
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline.stage_shares import StageBalance
 from cnnstrategies.strategies.joined_parts import _joined, join_parts
 from cnnstrategies.strategies.module_copies import tensors_stay
+from cnnstrategies.strategies.share_options import by_shares
 from tests.mutants.faulty import removes, replaces
 from tests.pipeline import test_outside
+from tests.shares import test_rebalancing
 from tests.strategies import (
-    test_balancing,
     test_divided_loaders,
     test_example_inputs,
     test_hybrid_pipeline,
@@ -48,14 +48,14 @@ removes(
     suffix=", rank by rank",
     takes_long=True,
 )
-def replicas_load_equal_parts_and_run_unequal_ones(original, loader, trainer, deals):
+def replicas_load_equal_parts_and_run_unequal_ones(original, loader, trainer, history):
     return loader
 
 
 removes(
     StageBalance.load_state_dict,
     "a resumed run starts with equal shares again",
-    killed_by=test_balancing.test_a_resumed_run_keeps_its_shares_under_the_same_layout,
+    killed_by=test_rebalancing.test_a_resumed_run_keeps_its_shares_under_the_same_layout,
 )
 
 

@@ -5,7 +5,6 @@ import copy
 import resource
 import signal
 
-from cnnstrategies.data.sampling import items_of
 from cnnstrategies.paramserver.combiner.shared_state import SharedState
 from cnnstrategies.paramserver.compression import Encoder, may_be_lossy
 from cnnstrategies.paramserver.core.view import RunEnded
@@ -14,6 +13,7 @@ from cnnstrategies.paramserver.drivers.sockets import allow_files
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint, prove
 from cnnstrategies.paramserver.services import passed_on_termination
 from cnnstrategies.paramserver.supervision import Watched
+from cnnstrategies.shares.loaders import items_of
 from cnnstrategies.strategies.parameter_server.joint_scaler import JointScaler
 from cnnstrategies.strategies.parameter_server.loader import check_data
 from cnnstrategies.strategies.parameter_server.step import Stepper

@@ -6,12 +6,12 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.rank import rank
-from cnnstrategies.planning.redeal import redeal
 from cnnstrategies.planning.scaling.figures import Measurements
 from cnnstrategies.planning.scaling.timeline import BARRIER, BUFFERS, GRADIENTS, LOG, predict
-from cnnstrategies.shares import soonest
+from cnnstrategies.planning.stage_shares import propose_stage_shares
+from cnnstrategies.shares.dealing import soonest
 from tests.mutants.faulty import replaces
-from tests.planning import test_partition, test_rank, test_redeal, test_scaling, test_unequal
+from tests.planning import test_partition, test_rank, test_scaling, test_stage_shares, test_unequal
 
 
 @replaces(Predictor.search, killed_by=test_partition.test_a_memory_limit_is_kept_when_few_layouts_fit)
@@ -42,12 +42,14 @@ def strategies_that_learn_differently_are_ranked_together(original, job):
     return replace(ranking, same=(*ranking.same, *ranking.changing))
 
 
-@replaces(redeal, killed_by=test_redeal.test_a_fast_replica_gets_more_microbatches_than_a_slow_replica)
+@replaces(
+    propose_stage_shares, killed_by=test_stage_shares.test_a_fast_replica_gets_more_microbatches_than_a_slow_replica
+)
 def different_shares_appear_to_shorten_transfers(original, placement, schedule, run_ahead, pairs, seconds, step, most):
     return original(placement, schedule, run_ahead, pairs, seconds, 0.0, most)
 
 
-@replaces(redeal, killed_by=test_redeal.test_no_rank_runs_more_microbatches_than_it_can_hold)
+@replaces(propose_stage_shares, killed_by=test_stage_shares.test_no_rank_runs_more_microbatches_than_it_can_hold)
 def replicas_get_more_microbatches_than_fit_into_their_memory(
     original, placement, schedule, run_ahead, pairs, seconds, step, most
 ):

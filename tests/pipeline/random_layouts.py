@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import CHECKPOINTING, ORDERS, SCHEDULES, Placement
 from cnnstrategies.pipeline.tracing import cut_positions, trace
-from cnnstrategies.shares import deal
+from cnnstrategies.shares.dealing import deal
 from tests.pipeline.rank_threads import World, divided_once
 
 STEPS = 2

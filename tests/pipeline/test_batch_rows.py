@@ -7,7 +7,7 @@ import torch
 
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.shares import deal, turns
+from cnnstrategies.shares.dealing import deal, turns
 
 pytestmark = pytest.mark.light
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from cnnstrategies.pipeline.microbatches import Split, default_microbatches
-from cnnstrategies.shares import rotation
+from cnnstrategies.shares.dealing import rotation
 
 pytestmark = pytest.mark.light
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.placed import ForeignTensor, Places, RefusedError
 from cnnstrategies.placed.partial import PartialTensor, joined_rows
-from cnnstrategies.shares import turns
+from cnnstrategies.shares.dealing import turns
 from tests.placed.turns import on_ranks
 
 COUNTS = (3, 0, 4)  # Rows of ranks 0 to 2. Rank 3 has none, because it is not in the place.

@@ -14,7 +14,9 @@ from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy, balancing, stopwatch
+from cnnstrategies.runtime import stopwatch
+from cnnstrategies.shares import rebalancing
+from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
 from tests.conftest import PlainCNN, quiet_trainer
 from tests.strategies import digit_runs
 from tests.strategies.digit_runs import Digits, assert_same_run, logged, train
@@ -48,7 +50,7 @@ class SlowRank(Callback):
         self.now, self.dealt = 0.0, []
         stopwatch.time = SimpleNamespace(perf_counter=lambda: self.now)
         pl_module.network.register_forward_pre_hook(lambda network, inputs: self.compute(trainer, len(inputs[0])))
-        clock = next(callback.clock for callback in trainer.callbacks if isinstance(callback, balancing.Balance))
+        clock = next(callback.clock for callback in trainer.callbacks if isinstance(callback, rebalancing.Balance))
         self.begun, self.waits = [], set()
         clock.begin_waiting = partial(self.wait, clock.begin_waiting, self.begun.append)
         clock.end_waiting = partial(self.wait, clock.end_waiting, lambda kind: self.waits.update(self.begun[-1:]))
@@ -218,7 +220,7 @@ def test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again(tmp_path, strat
 
 
 def test_no_rank_gets_more_samples_than_fit_into_its_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(balancing, "fitting", lambda held, device: 12.0)
+    monkeypatch.setattr(rebalancing, "fitting", lambda held, device: 12.0)
     common = {"data": {"global_batch_size": 20}, "max_epochs": 1, "callbacks": [SlowRank(tmp_path, lambda step: True)]}
     train("dealt", balanced(shares="auto"), 2, **common)
     assert json.loads((tmp_path / "dealt-0.json").read_text())[:16:15] == [10, 12]

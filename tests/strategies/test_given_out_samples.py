@@ -15,13 +15,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, Subset, SubsetRandomSampler
 
 from cnnstrategies.data.division import describe_loader
-from cnnstrategies.data.sampling import ShuffledBatches, items_of
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.shares import Deals
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.loaders import items_of
+from cnnstrategies.shares.samplers import ShuffledBatches
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.parameter_server.checks import check_dispatch
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_data, check_order
+from cnnstrategies.strategies.share_options import by_shares
 
 CHOSEN = range(5, 38)  # An odd number of samples, which two workers cannot share equally.
 
@@ -83,7 +84,7 @@ def test_samples_that_a_sampler_drops_are_not_divided():
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     trainer: Any = SimpleNamespace(training=True, accumulate_grad_batches=1, fit_loop=loop, train_dataloader=None)
     sampler = DistributedSampler(range(10), num_replicas=3, rank=0, shuffle=False, drop_last=True)  # type: ignore[arg-type]
-    loader = by_shares(DataLoader(range(10), 2, sampler=sampler), trainer, Deals([1, 1, 1]))  # type: ignore[arg-type]
+    loader = by_shares(DataLoader(range(10), 2, sampler=sampler), trainer, ShareHistory([1, 1, 1]))  # type: ignore[arg-type]
     assert list(loader.batch_sampler) == [[0, 3], [6]]
 
 

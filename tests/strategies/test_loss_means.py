@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from cnnstrategies.shares.rebalancing import Balance
 from cnnstrategies.strategies import (
     BalancedDDPStrategy,
     CompressedDDPStrategy,
@@ -23,7 +24,6 @@ from cnnstrategies.strategies import (
     ParameterServerStrategy,
     sample_weights,
 )
-from cnnstrategies.strategies.balancing import Balance
 from cnnstrategies.strategies.loss_comparison import compare_with_parts
 from tests.conftest import quiet_trainer
 from tests.runner.ranks import run_apart

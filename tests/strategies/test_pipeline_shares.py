@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cnnstrategies.callbacks import Pictures
-from cnnstrategies.data.sampling import dealt
+from cnnstrategies.shares.samplers import dealt
 from cnnstrategies.strategies import HybridPipelineStrategy
 from tests.conftest import PlainCNN, leave_undrawn
 from tests.strategies import digit_runs

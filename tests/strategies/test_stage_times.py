@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.planning import measure_nodes
-from cnnstrategies.strategies import HybridPipelineStrategy, stopwatch
+from cnnstrategies.runtime import stopwatch
+from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import stage_times
 from tests.conftest import quiet_trainer
 from tests.runner.ranks import run_ranks

@@ -20,9 +20,9 @@ from cnnstrategies.callbacks import GracefulStop, Guard, Pictures, SlowLines, gr
 from cnnstrategies.callbacks.picture_counts import counts_for
 from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
+from cnnstrategies.shares.rebalancing import Balance
 from cnnstrategies.spatial import gradient_sums
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, SpatialStrategy
-from cnnstrategies.strategies.balancing import Balance
 from tests.conftest import quiet_trainer
 from tests.runner.device_order import Message, check_order
 from tests.runner.ranks import run_apart, run_ranks

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from cnnstrategies import ConfigurationError
 from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.placed.partial import PartialTensor
-from cnnstrategies.strategies import HybridPipelineStrategy, stopwatch
+from cnnstrategies.runtime import stopwatch
+from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from tests.conftest import PlainCNN, quiet_trainer
 from tests.runner.ranks import run_apart, run_ranks

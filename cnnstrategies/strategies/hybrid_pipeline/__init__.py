@@ -13,8 +13,8 @@ Every rank runs the user's own module, callbacks and optimizers. The files:
   `epoch_ends`.
 - Data: `loading` (global batches on all ranks), `placed_batches` (who gets which tensors), `loading_ranks` (who
   loads), `loader_messages`.
-- Measurements: `stage_times` (would other cuts be faster), `balancing` (shares of the replicas), `descriptions` (start
-  panel).
+- Measurements: `stage_times` (would other cuts be faster), `stage_shares` (shares of the replicas), `descriptions`
+  (start panel).
 """
 
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy

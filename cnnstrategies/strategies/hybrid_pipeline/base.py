@@ -22,19 +22,18 @@ from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import DivergedError, Places
 from cnnstrategies.quantities import Duration, Size, as_timedelta
 from cnnstrategies.runtime.generator_states import GeneratorStates
-from cnnstrategies.runtime.groups import PeerError, broadcast_value, cpu_group
+from cnnstrategies.runtime.groups import PeerError, broadcast_value, cpu_group, gather_rows, gather_tensors
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
-from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.dealt_loader import by_shares
+from cnnstrategies.shares.history import ShareHistory
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
-from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_devices
 from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
 from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections, everywhere
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
+from cnnstrategies.strategies.hybrid_pipeline.stage_shares import begin_shares
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
+from cnnstrategies.strategies.share_options import by_shares
 from cnnstrategies.strategies.streams import divide_stream
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
@@ -117,7 +116,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         self.time_limit = limit
         self._chosen = ChosenNetwork(LayoutRequest.of(locals()), submodule, start_method)
         self._connections: RunConnections | None = None
-        self._deals: Deals | None = None
+        self._history: ShareHistory | None = None
         self._failed = False
         self._in_parts = False  # Whether a run has failed, and each rank has the values of its own stage alone.
         self._made_in = os.getpid()  # Process that has created this object.
@@ -191,17 +190,17 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         """Return a training loader whose batches the replicas of the first stage divide by their shares."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._deals is not None and self.placement.replicas[0] > 1:
+        if self._history is not None and self.placement.replicas[0] > 1:
             if not ranks.all_load:
-                return by_shares(loader, trainer, self._deals)
+                return by_shares(loader, trainer, self._history)
             if trainer.training:
                 warn_of_shares(loader)
         return loader
 
     @property
     @override
-    def batch_shares(self) -> Deals | None:
-        return self._deals
+    def batch_shares(self) -> ShareHistory | None:
+        return self._history
 
     def loads(self, shares: Sequence[float]) -> tuple[float, ...]:
         """Return the shares by which the replicas of the first stage load, from the shares of all ranks."""
@@ -226,7 +225,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             leave_samplers(self.lightning_module.trainer)  # Lightning's sampler would shuffle ordered data.
         if not existed:
             end_group_at_exit()
-        self._deals = begin_dealing(self, self.lightning_module.trainer, self._gather)
+        self._history = begin_shares(self, self.lightning_module.trainer, self._gather)
         # Loaders, which may be asked for before the set-up, need the rules.
         self._connections = RunConnections(self.global_rank, self.world_size, self.root_device, self.time_limit)
 

@@ -10,7 +10,7 @@ from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import StageGraph, copy_value
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.shares import NORMALISED_TOGETHER, deal
+from cnnstrategies.shares.dealing import NORMALISED_TOGETHER, deal
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 OWN_DRAWS = "random draws of the network (as in dropout) are each microbatch's own"

@@ -17,8 +17,7 @@ from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed.hidden import hide_foreign_gradients
-from cnnstrategies.runtime.groups import broadcast_value
-from cnnstrategies.strategies.gathering import GatherRows
+from cnnstrategies.runtime.groups import GatherRows, broadcast_value
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_stages
 from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
 from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_stages

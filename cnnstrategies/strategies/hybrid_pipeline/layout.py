@@ -37,7 +37,7 @@ from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.quantities import size_in_bytes
 from cnnstrategies.runtime.groups import broadcast_value
-from cnnstrategies.shares import check_count, check_initial
+from cnnstrategies.shares.options import check_count, check_initial
 from cnnstrategies.strategies.hybrid_pipeline.profiling import profile_of
 
 DEFAULT_STAGES = 2

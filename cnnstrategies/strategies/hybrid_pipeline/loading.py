@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from cnnstrategies.codec import DTYPES
 from cnnstrategies.data.division import samplers_of
-from cnnstrategies.data.sampling import batches_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import Places
+from cnnstrategies.shares.samplers import batches_of
 from cnnstrategies.strategies.batch_form import take_apart
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placed_batches import NoneBatch, PlacedBatches

@@ -11,7 +11,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.joined_batches import joined
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.shares import turns
+from cnnstrategies.shares.dealing import turns
 
 FIRST = 16  # Largest number of batches that are compared before the first step.
 

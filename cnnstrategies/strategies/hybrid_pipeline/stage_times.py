@@ -14,10 +14,10 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timetable import KINDS
 from cnnstrategies.placed import Places
-from cnnstrategies.strategies.gathering import GatherRows
+from cnnstrategies.runtime.groups import GatherRows
+from cnnstrategies.runtime.stopwatch import Stopwatch
 from cnnstrategies.strategies.hybrid_pipeline.layout import Recutter
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import SUBJECT
-from cnnstrategies.strategies.stopwatch import Stopwatch
 
 WARM_UP = 4  # Number of batches that are not measured, because caches and connections are new.
 BATCHES = 20  # Number of the last batch that is measured.

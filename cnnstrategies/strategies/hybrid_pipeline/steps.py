@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies._torch_private import parameters_in
-from cnnstrategies.data.sampling import dealt
 from cnnstrategies.pipeline.call_sums import copy_changed_gradients
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.shares.samplers import dealt
 from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections
 from cnnstrategies.strategies.hybrid_pipeline.descriptions import warn_after_first_batch
 from cnnstrategies.strategies.hybrid_pipeline.logs import PlacedLogs

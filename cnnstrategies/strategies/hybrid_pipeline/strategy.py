@@ -20,7 +20,6 @@ from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.task_times import TaskTimes
-from cnnstrategies.strategies.hybrid_pipeline.balancing import use_shares
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.checks import placement_for
 from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences
@@ -31,6 +30,7 @@ from cnnstrategies.strategies.hybrid_pipeline.order import settle_verdicts, tell
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import meta_tensors_stay, put_others_away
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline.stage_shares import use_shares
 from cnnstrategies.strategies.hybrid_pipeline.start_values import broadcast_weights
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 
@@ -89,8 +89,8 @@ class HybridPipelineStrategy(PipelineStrategy):
             summarise_whole(trainer, module, trainer.callbacks)  # type: ignore[attr-defined]  # set outside the class
         layout = self._chosen.choose_layout(trainer, self.root_device)
         placement = placement_for(self.request, layout.microbatches, self.world_size)
-        if self._deals is not None:
-            placement = replace(placement, shares=self._deals.shares)
+        if self._history is not None:
+            placement = replace(placement, shares=self._history.shares)
         self._run = run = DividedRun(module, self._chosen, self._connected, self.root_device)
         run.divide(placement)
         if fitting and not is_whole:
@@ -129,7 +129,7 @@ class HybridPipelineStrategy(PipelineStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._connections is not None and self._connections.is_connected:
-            use_shares(self._module.trainer, self._connections.transport, self._deals)
+            use_shares(self._module.trainer, self._connections.transport, self._history)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cnnstrategies._lightning_private import wrapped_sampler
 from cnnstrategies.data.division import describe_loader, same_loaders
-from cnnstrategies.data.sampling import items_of, options_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.shares.loaders import items_of, options_of
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.streams import StreamLoader
 

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.data.division import Row, is_divided
-from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.old_names import refuse_old_names
@@ -36,8 +35,8 @@ from cnnstrategies.paramserver.specification import (
 )
 from cnnstrategies.paramserver.worker.counters import Counters
 from cnnstrategies.quantities import Duration, seconds
-from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.dealing import Dealing
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.samplers import dealt
 from cnnstrategies.strategies.parameter_server.added_groups import check_added, follow_groups
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import (
@@ -70,6 +69,7 @@ from cnnstrategies.strategies.parameter_server.start import (
 )
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.protocol import StepKind
+from cnnstrategies.strategies.share_options import ShareOptions
 
 OUTER_STATE = "outer_optimizer_state"  # Key in a checkpoint for the state of the outer optimizer of mode ``local``.
 # Names of the clipping methods of a precision plugin, and of the limit that workers send to the servers instead.
@@ -195,7 +195,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         )
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._stepper: Stepper | None = None
-        self._dealing = Dealing(self, shares, initial=initial_shares)
+        self._share_options = ShareOptions(self, shares, initial=initial_shares)
         self._dispatch = BatchDispatch(self)
         self._has_left = False
         # The loader that was compared last, and whether its data differ from worker to worker.
@@ -215,7 +215,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """
         check_module(self.module, self.options)
         self.options.check_nodes(self.num_nodes)
-        self._dealing.check()
+        self._share_options.check()
         if enabled_scaler(self.precision_plugin) is not None and not self.module.automatic_optimization:
             raise ConfigurationError(
                 f"{type(self.module).__name__} sets automatic_optimization=False, which does not work with precision "
@@ -249,7 +249,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
-        self._dealing.begin(lambda: self._gather_times)
+        self._share_options.begin(lambda: self._gather_times)
 
     def _gather_times(self, row: list[float]) -> list[list[float]]:
         return list(self.gather(row, "times").values())
@@ -292,8 +292,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @property
     @override
-    def batch_shares(self) -> Deals:
-        return self._dealing.deals
+    def batch_shares(self) -> ShareHistory:
+        return self._share_options.history
 
     @property
     @override
@@ -315,7 +315,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self.options.shares != "equal":
-            return self._dealing.loader(dataloader)
+            return self._share_options.loader(dataloader)
         if self.options.data_dispatch == "static" or not self.trainer.training:
             return dataloader
         return self._dispatch.loader(dataloader, self.trainer)
@@ -653,7 +653,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """
         if self.trainer.state.fn != TrainerFn.FITTING:
             return []
-        shares = [self._dealing.panel_row()] * (self.options.shares != "equal")
+        shares = [self._share_options.panel_row()] * (self.options.shares != "equal")
         joint = type(self.optimizers[0]).__name__ if self.served.is_joint else ""
         return self.options.describe(self.num_nodes, joint) + shares
 

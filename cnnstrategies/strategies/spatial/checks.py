@@ -10,7 +10,7 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import compiled_method, is_compiled
 from cnnstrategies.data.division import describe_loader, divided_among, has_map, same_loaders
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.gathering import GatherRows
+from cnnstrategies.runtime.groups import GatherRows
 
 
 def check_parts(parts: int) -> None:

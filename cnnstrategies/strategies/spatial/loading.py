@@ -11,8 +11,8 @@ from cnnstrategies.data.division import StreamComparison, describe_batch, divide
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.placed.runner import CPU
 from cnnstrategies.runtime.generator_states import GeneratorStates
+from cnnstrategies.runtime.groups import gather_rows, gather_tensors
 from cnnstrategies.strategies.batch_form import yields_pinned
-from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
 from cnnstrategies.strategies.spatial.checks import refuse_divided_data
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.parted_batches import PartedBatch, join_batch, part_batch

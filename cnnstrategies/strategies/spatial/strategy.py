@@ -22,13 +22,13 @@ from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.placed.runner import CPU
 from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.generator_states import GeneratorStates
+from cnnstrategies.runtime.groups import gather_rows, gather_tensors
 from cnnstrategies.runtime.processes import end_group_at_exit, leave_group_at_exit
 from cnnstrategies.spatial.gradient_sums import agree_on_hooks
 from cnnstrategies.strategies.default_group import default_group
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.gathering import gather_rows, gather_tensors
 from cnnstrategies.strategies.protocol import StepKind, StrategyFacts
 from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_module, check_parts

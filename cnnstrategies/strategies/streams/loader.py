@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from cnnstrategies._lightning_private import StreamPositions
 from cnnstrategies._torch_private import number_of_collectives
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.gathering import gather_tensors
+from cnnstrategies.runtime.groups import gather_tensors
 from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.strategies.streams.agreement import until_all_end, until_own_end
 from cnnstrategies.strategies.streams.own_reader import OwnReader

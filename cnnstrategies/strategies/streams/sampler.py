@@ -6,8 +6,8 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from cnnstrategies.data.sampling import EquallyAccumulated
-from cnnstrategies.shares import Deals
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.samplers import EquallyAccumulated
 
 KEPT = 64  # Number of batches whose counts are known at the same time. A loader prefetches fewer batches.
 
@@ -32,7 +32,7 @@ class StreamedBatches(EquallyAccumulated):
         DistributedSampler.__init__(self, nothing, processes, process, shuffle=False, drop_last=drop_last)
         self.size, self.accumulated = 0, accumulated
         self.samples = (batch_size or 0) * processes * accumulated
-        self.deals = Deals([1] * processes)
+        self.history = ShareHistory([1] * processes)
         self.drawn = 0
         self._usual = (batch_size or 1,) * processes
         self._counts: dict[int, tuple[int, ...]] = {}

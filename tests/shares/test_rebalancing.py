@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.shares import Deals
-from cnnstrategies.strategies import balancing
-from cnnstrategies.strategies.hybrid_pipeline.balancing import StageBalance
+from cnnstrategies.shares import rebalancing
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.strategies.hybrid_pipeline.stage_shares import StageBalance
 
 pytestmark = pytest.mark.light
 GIB = 2**30
@@ -24,10 +24,10 @@ def test_the_number_of_samples_that_fit_follows_from_peak_memory(monkeypatch):
         ("mem_get_info", (4 * GIB, 80 * GIB)),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda of, value=value: value)
-    assert balancing.fitting(8, device) == 24  # 6.2 GiB are left, and each sample takes 0.25 GiB.
+    assert rebalancing.fitting(8, device) == 24  # 6.2 GiB are left, and each sample takes 0.25 GiB.
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda of: 1 * GIB)
-    assert balancing.fitting(8, device) == inf, "before the first step the peak is unknown"
-    assert balancing.fitting(8, torch.device("cpu")) == inf
+    assert rebalancing.fitting(8, device) == inf, "before the first step the peak is unknown"
+    assert rebalancing.fitting(8, torch.device("cpu")) == inf
 
 
 def test_no_proposed_share_exceeds_a_ranks_memory():
@@ -39,7 +39,7 @@ def test_no_proposed_share_exceeds_a_ranks_memory():
         ((inf, inf), (45, 64), (45, 19)),
         ((20.0, 9.0), inf, None),  # Each rank keeps its share.
     ):
-        proposal = balancing.propose(now, Deals([1, 1], 1, most), seconds, 128.0, fits)
+        proposal = rebalancing.propose(now, ShareHistory([1, 1], 1, most), seconds, 128.0, fits)
         assert (proposal and proposal.shares) == shares
 
 
@@ -47,20 +47,22 @@ def test_a_resumed_run_keeps_its_shares_under_the_same_layout():
     """Under a different layout, shares would belong to different ranks, so they start equal."""
 
     def balance(*replicas):
-        deals = Deals([1, 1, 1])
-        return deals, StageBalance(deals, Placement(replicas, microbatches=9), torch.device("cpu"), lambda row: [row])
+        history = ShareHistory([1, 1, 1])
+        return history, StageBalance(
+            history, Placement(replicas, microbatches=9), torch.device("cpu"), lambda row: [row]
+        )
 
-    deals, before = balance(2, 1)
-    deals.change(0, 9, [7, 2, 9])
+    history, before = balance(2, 1)
+    history.change(0, 9, [7, 2, 9])
     for replicas, shares in (((2, 1), (7, 2, 9)), ((1, 2), (1, 1, 1))):
-        deals, after = balance(*replicas)
+        history, after = balance(*replicas)
         after.load_state_dict(before.state_dict())
-        assert deals.shares == shares
+        assert history.shares == shares
 
 
 def test_a_run_with_another_number_of_ranks_begins_without_the_bets_of_the_checkpoint():
     def balance(ranks):
-        return balancing.Balance(Deals([1] * ranks), torch.device("cpu"), lambda row: [row])
+        return rebalancing.Balance(ShareHistory([1] * ranks), torch.device("cpu"), lambda row: [row])
 
     saved = balance(2).state_dict()
     saved["bets"] |= {"lost": 1, "blocks": [[0.1, [0.01, 0.03]]], "shares_before": [32, 32], "steps_before": [0.2]}

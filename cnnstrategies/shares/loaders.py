@@ -1,16 +1,15 @@
-"""Division by shares for a user's own DataLoader, which does not come from this package's data modules."""
+"""Users' own DataLoaders: the items that their samplers yield, and loaders whose batches are divided by shares."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from cnnstrategies.data.sampling import EquallyAccumulated, batches_of, items_of, options_of, samples_in
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.streams import StreamLoader
+from cnnstrategies.runtime.seeds import mixed_seed, restores_random_numbers, seed_all
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.samplers import DealtBatches, EquallyAccumulated
 
 
 class OrderBatches(EquallyAccumulated):
@@ -29,16 +28,16 @@ class OrderBatches(EquallyAccumulated):
     Args:
         batches: Batch sampler of the user's loader. Lightning has replaced the sampler in it by a distributed sampler.
         trainer: The trainer that trains with the loader.
-        deals: The ranks' shares.
+        history: The ranks' shares.
     """
 
-    def __init__(self, batches: BatchSampler, trainer: Trainer, deals: Deals) -> None:
+    def __init__(self, batches: BatchSampler, trainer: Trainer, history: ShareHistory) -> None:
         # The caller has checked that the sampler is a distributed sampler, so mypy's error is ignored.
         self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]
         ranks, rank, size = self.sampler.num_replicas, self.sampler.rank, samples_in(self.sampler)
         accumulated = trainer.accumulate_grad_batches
         samples = batches.batch_size * ranks * accumulated
-        super().__init__(size, samples, 0, ranks, rank, batches.drop_last, accumulated, deals)
+        super().__init__(size, samples, 0, ranks, rank, batches.drop_last, accumulated, history)
         self.batch_size = batches.batch_size
         self._trainer = trainer
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -65,40 +64,43 @@ class OrderLoader(DataLoader[Any]):
         yield from super().__iter__()
 
 
-def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
-    """Replace a training loader by a loader whose batches are divided by shares, and return the new loader.
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments that were used to build a loader, except the dataset and the samplers."""
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    names += ["generator", "persistent_workers"]
+    if loader.num_workers:
+        names.append("prefetch_factor")
+    return {name: getattr(loader, name) for name in names}
 
-    The loader must be a torch DataLoader with a plain BatchSampler, and Lightning must have replaced the sampler inside
-    the BatchSampler by a DistributedSampler. Any other training loader is returned unchanged, with a warning if there
-    are several ranks. Loaders for evaluation, and loaders that divide their batches by shares already, are returned
-    unchanged without a warning.
 
-    Args:
-        loader: The loader.
-        trainer: The trainer that uses the loader.
-        deals: The ranks' shares.
+def items_of(sampler: Any, epoch: int) -> list[Any]:
+    """Return all items that a sampler yields on all ranks in an epoch, without repeated samples.
+
+    An item is an object that the sampler yields, for example the indices of a batch. The result begins with the first
+    item of each rank, followed by the second item of each rank, and so on. All workers of a parameter server call this
+    function and must get the same items, so the function seeds the random generators. At the end it restores the
+    generators' states.
     """
-    if not trainer.training or batches_of(loader) is not None:
-        return loader
-    if isinstance(loader, StreamLoader):
-        if len(set(deals.shares)) > 1:
-            rank_zero_warn(
-                f"shares are ignored for the stream {type(loader.dataset).__name__}, because its length is not known: "
-                "all ranks load batches of the loader's size; for shares use a data set with indices"
-            )
-        return loader
-    batches = getattr(loader, "batch_sampler", None)
-    if (
-        not isinstance(loader, DataLoader)
-        or type(batches) is not BatchSampler
-        or not isinstance(batches.sampler, DistributedSampler)
-    ):
-        if len(deals.shares) > 1:
-            rank_zero_warn(
-                f"shares are ignored for the loader {type(loader).__name__}, which chooses its batches itself: all "
-                "ranks load batches of the loader's size, and all batches count equally; for shares use a DataLoader "
-                "with a batch_size, and leave use_distributed_sampler true"
-            )
-        return loader
-    order = OrderBatches(batches, trainer, deals)
-    return OrderLoader(loader.dataset, batch_sampler=order, **options_of(loader))
+    inner = getattr(sampler, "sampler", sampler)
+    inner.set_epoch(epoch)
+    settings = {name: vars(inner)[name] for name in ("rank", "num_replicas", "num_samples", "total_size")}
+    is_dealt = isinstance(inner, DealtBatches)
+    items: list[list[Any]] = []
+    if not is_dealt:
+        # Configure the sampler for a single rank, because it then yields all samples once.
+        inner.num_replicas, inner.num_samples = 1, samples_in(inner)
+        inner.total_size = inner.num_samples
+    with restores_random_numbers():
+        for rank in range(inner.num_replicas):
+            inner.rank = rank
+            seed_all(mixed_seed(inner.seed, epoch))
+            items.append(list(sampler))
+    vars(inner).update(settings)
+    # If a rank has no samples in a batch, its item is a sample that another rank also has. Such an item is left out.
+    places = [(rank, batch) for batch in range(len(items[0])) for rank in range(len(items))]
+    return [items[rank][batch] for rank, batch in places if not is_dealt or inner.counts(batch)[rank]]
+
+
+def samples_in(sampler: DistributedSampler[Any]) -> int:
+    """Return the number of distinct samples in an epoch over all ranks."""
+    return min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]

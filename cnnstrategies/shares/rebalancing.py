@@ -1,4 +1,4 @@
-"""Measured shares: ranks of different speeds measure their times during training, and change their shares."""
+"""Rebalance: ranks of different speeds measure their times during training, and change their shares."""
 
 from collections.abc import Sequence
 from math import inf
@@ -10,12 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from cnnstrategies.data.sampling import DealtBatches, dealt
+from cnnstrategies.runtime.groups import GatherRows
+from cnnstrategies.runtime.stopwatch import Measured, Stopwatch
 from cnnstrategies.runtime.waiting import unwatch, watch
-from cnnstrategies.shares import Deals, Proposal, proposal
-from cnnstrategies.strategies.bets import PATIENCE, Bets, Block, ShareDecision
-from cnnstrategies.strategies.gathering import GatherRows
-from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
+from cnnstrategies.shares.bets import PATIENCE, Bets, Block, ShareDecision
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.proposals import Proposal, proposal
+from cnnstrategies.shares.samplers import DealtBatches, dealt
 
 EVERY = 4  # Smallest number of batches between two exchanges of measured times.
 # Number of batches at the start of a run that are not timed, and number of batches with new shares that are not timed.
@@ -25,20 +26,20 @@ FILLED = 0.9  # Largest fraction of a GPU's memory that training with new shares
 
 
 def propose(
-    counts: Sequence[int], deals: Deals, seconds: Sequence[float], step: float, fitting: Sequence[float]
+    counts: Sequence[int], history: ShareHistory, seconds: Sequence[float], step: float, fitting: Sequence[float]
 ) -> Proposal | None:
     """Propose shares with which a step takes less time. Return None if the gain is too small to change the shares.
 
     Args:
         counts: Each rank's number of samples in a batch, with the current shares.
-        deals: The current shares, and the smallest and the largest allowed number of samples of a rank.
+        history: The current shares, and the smallest and the largest allowed number of samples of a rank.
         seconds: Each rank's measured time per sample, in seconds.
         step: Measured time of a step with the current shares, in seconds.
         fitting: Estimated number of samples that fit into each rank's memory; infinite if not known.
     """
-    most = deals.most if isinstance(deals.most, tuple) else (deals.most,) * len(counts)
+    most = history.most if isinstance(history.most, tuple) else (history.most,) * len(counts)
     limits = [max(count, min(limits)) for count, *limits in zip(counts, fitting, most, strict=True)]
-    return proposal(counts, seconds, step, deals.least, limits)
+    return proposal(counts, seconds, step, history.least, limits)
 
 
 def fitting(held: int, device: torch.device) -> float:
@@ -65,7 +66,7 @@ class Balance(Callback):
 
     The ranks exchange their times every few batches. All ranks receive the same times, so all ranks choose the same
     shares. New shares apply only to batches that no rank's data loader has drawn yet. Each change is a bet, as
-    :class:`~cnnstrategies.strategies.bets.Bets` describes.
+    :class:`~cnnstrategies.shares.bets.Bets` describes.
 
     The unit of work is a sample or, in a subclass, a microbatch. A rank's time is the time of its whole steps, without
     the time that it waits for other ranks. A subclass may measure several kinds of work instead, such as the forward
@@ -76,15 +77,15 @@ class Balance(Callback):
         clock: Stopwatch for this rank's steps. It runs from the end of a batch to the end of the next batch.
 
     Args:
-        deals: The ranks' shares. The callback changes them.
+        history: The ranks' shares. The callback changes them.
         device: This rank's device.
         gather: Function that sends this rank's measured times to all ranks, and returns the times of all ranks.
     """
 
     unit = "samples"
 
-    def __init__(self, deals: Deals, device: torch.device, gather: GatherRows) -> None:
-        self.deals = deals
+    def __init__(self, history: ShareHistory, device: torch.device, gather: GatherRows) -> None:
+        self.history = history
         self.clock = Stopwatch(device)
         self.sampler: DealtBatches | None = None
         self._gather = gather
@@ -128,7 +129,7 @@ class Balance(Callback):
         """Return the number of units of work of each rank in a batch of full size."""
         assert self.sampler is not None
         # The last global batch may be smaller than the first.
-        return self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))
+        return self.history.counts(epoch, batch, sum(self.sampler.counts(0)))
 
     def propose(
         self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float, most: Sequence[float]
@@ -142,7 +143,7 @@ class Balance(Callback):
             step: Measured time of a step with the current shares, in seconds.
             most: Estimated number of units that fit into each rank's memory; infinite if not known.
         """
-        return propose(self.counts(epoch, batch), self.deals, seconds[0], step, most)
+        return propose(self.counts(epoch, batch), self.history, seconds[0], step, most)
 
     def watchers(self) -> list[Stopwatch]:
         """Return the stopwatches that measure waits for other ranks."""
@@ -208,7 +209,7 @@ class Balance(Callback):
         fits = fitting(self._held, trainer.strategy.root_device)
         rows = self._gather([*self.unit_seconds(steps), duration, drawn, fits])
         *units, durations, drawns, most = zip(*rows, strict=True)
-        if len(rows) < len(self.deals.shares):
+        if len(rows) < len(self.history.shares):
             self._bets.forget()  # A rank has died.
             return
         if not all(durations) or not all(map(any, zip(*units, strict=True))):
@@ -222,7 +223,7 @@ class Balance(Callback):
         if decision.shares is not None:
             first = int(max(drawns)) + 1
             since = (epoch, first) if first < trainer.num_training_batches else (epoch + 1, 0)
-            self.deals.change(*since, decision.shares)
+            self.history.change(*since, decision.shares)
             self._next, self._untimed = since, SETTLING
             self.clock.clear()
         self._log(trainer, decision)
@@ -248,17 +249,31 @@ class Balance(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self.deals.state_dict() | {"bets": self._bets.state_dict()}
+        return self.history.state_dict() | {"bets": self._bets.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.deals.load_state_dict(state_dict)
+        self.history.load_state_dict(state_dict)
         # Checkpoints of earlier versions have no bets. With a different number of ranks, the times are of other ranks.
-        if "bets" in state_dict and len(state_dict["since"][-1]) == 2 + len(self.deals.shares):
+        if "bets" in state_dict and len(state_dict["since"][-1]) == 2 + len(self.history.shares):
             self._bets.load_state_dict(state_dict["bets"])
         # The newest shares in the checkpoint may apply only from a later batch on. The batches before it still use the
         # old shares, so they must not be timed.
-        self._next = self.deals.since
+        self._next = self.history.since
+
+
+def rebalance(trainer: Trainer, balance: Balance | None) -> None:
+    """Let a callback rebalance the ranks in the next run of a trainer, in place of an earlier run's callback.
+
+    Call this before Lightning restores the states of callbacks from a checkpoint.
+
+    Args:
+        trainer: The trainer.
+        balance: The callback; None if the shares do not change.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Balance)]
+    callbacks += [] if balance is None else [balance]
 
 
 def _log(trainer: Trainer, text: str, **figures: float) -> None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cnnstrategies.strategies import stopwatch
-from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
+from cnnstrategies.runtime import stopwatch
+from cnnstrategies.runtime.stopwatch import Measured, Stopwatch
 
 pytestmark = pytest.mark.light
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.shares import deal, rotation, turns
+from cnnstrategies.shares.dealing import deal, rotation, turns
 
 pytestmark = pytest.mark.light
 

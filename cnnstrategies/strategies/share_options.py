@@ -1,28 +1,33 @@
-"""The options `shares` and `initial_shares` of a strategy: their checks, and the division of batches by shares."""
+"""The options ``shares`` and ``initial_shares`` of a strategy, and the division of its training batches by shares."""
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_initial
-from cnnstrategies.strategies.balancing import Balance
-from cnnstrategies.strategies.dealt_loader import by_shares
-from cnnstrategies.strategies.gathering import GatherRows
+from cnnstrategies.runtime.groups import GatherRows
+from cnnstrategies.runtime.stopwatch import Stopwatch
+from cnnstrategies.shares.dealing import NORMALISED_TOGETHER
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.loaders import OrderBatches, OrderLoader, options_of
+from cnnstrategies.shares.options import check_count, check_initial
+from cnnstrategies.shares.rebalancing import Balance, rebalance
+from cnnstrategies.shares.samplers import batches_of
 from cnnstrategies.strategies.sample_weights import weigh_samples
-from cnnstrategies.strategies.stopwatch import Stopwatch
 from cnnstrategies.strategies.streams import StreamLoader, divide_stream
 
 Shares = Literal["auto", "equal"] | Sequence[float]
 
 
-class Dealing:
+class ShareOptions:
     """Division of the training batches of a strategy among its ranks, by configured or measured shares.
 
     Attributes:
@@ -55,7 +60,7 @@ class Dealing:
         self.clock: Stopwatch | None = None
         self._most = most
         self._strategy = strategy
-        self._deals: Deals | None = None
+        self._history: ShareHistory | None = None
 
     def check(self) -> None:
         """Raise a ConfigurationError if the number of shares or of limits differs from the number of ranks.
@@ -68,17 +73,17 @@ class Dealing:
             check_count(self._most, processes, "max_samples")
 
     @property
-    def deals(self) -> Deals:
+    def history(self) -> ShareHistory:
         """Shares of the ranks during the run. They determine how each global batch is divided."""
-        if self._deals is None:
+        if self._history is None:
             module = self._strategy.lightning_module
             shares: Sequence[float] = (
                 [1] * self._strategy.world_size if isinstance(self._initial, str) else self._initial
             )
             least = NORMALISED_TOGETHER if module is not None and has_batch_norm(module) else 1
             most = tuple(self._most) if isinstance(self._most, Sequence) else self._most
-            self._deals = Deals(shares, least, inf if most is None else most)
-        return self._deals
+            self._history = ShareHistory(shares, least, inf if most is None else most)
+        return self._history
 
     def begin(self, gather: Callable[[], GatherRows]) -> None:
         """Prepare a run of the trainer. If the run trains, add the callbacks that weight samples and change shares.
@@ -94,22 +99,18 @@ class Dealing:
         assert module is not None
         trainer = module.trainer
         keep_batches(trainer, divide_stream)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Balance)]
-        self._deals = self.clock = None
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
+        self._history = self.clock = balance = None
         weigh_samples(trainer)
-        if self.shares == "auto" and self._strategy.world_size > 1:
-            balance = Balance(self.deals, self._strategy.root_device, gather())
+        if trainer.state.fn == TrainerFn.FITTING and self.shares == "auto" and self._strategy.world_size > 1:
+            balance = Balance(self.history, self._strategy.root_device, gather())
             self.clock = balance.clock
-            callbacks.append(balance)
+        rebalance(trainer, balance)
 
     def loader(self, dataloader: object) -> object:
         """Return a loader of the same dataset whose batches are divided by shares, as :func:`by_shares` describes."""
         module = self._strategy.lightning_module
         assert module is not None
-        return by_shares(dataloader, module.trainer, self.deals)
+        return by_shares(dataloader, module.trainer, self.history)
 
     def panel_row(self) -> tuple[str, str]:
         """Return the start panel's row about the shares, as a pair of a name and a text."""
@@ -118,6 +119,45 @@ class Dealing:
         if isinstance(loader, StreamLoader):
             return "shares", f"equal, because {type(loader.dataset).__name__} is a stream without indices"
         text = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
-        least = f"; at least {self.deals.least} samples for each rank" if self.deals.least > 1 else ""
+        least = f"; at least {self.history.least} samples for each rank" if self.history.least > 1 else ""
         most = f"; at most {self._most} samples for each rank" if self._most is not None else ""
         return "shares", f"{text}{least}{most}"
+
+
+def by_shares(loader: Any, trainer: Trainer, history: ShareHistory) -> Any:
+    """Replace a training loader by a loader whose batches are divided by shares, and return the new loader.
+
+    The loader must be a torch DataLoader with a plain BatchSampler, and Lightning must have replaced the sampler inside
+    the BatchSampler by a DistributedSampler. Any other training loader is returned unchanged, with a warning if there
+    are several ranks. Loaders for evaluation, and loaders that divide their batches by shares already, are returned
+    unchanged without a warning.
+
+    Args:
+        loader: The loader.
+        trainer: The trainer that uses the loader.
+        history: The ranks' shares.
+    """
+    if not trainer.training or batches_of(loader) is not None:
+        return loader
+    if isinstance(loader, StreamLoader):
+        if len(set(history.shares)) > 1:
+            rank_zero_warn(
+                f"shares are ignored for the stream {type(loader.dataset).__name__}, because its length is not known: "
+                "all ranks load batches of the loader's size; for shares use a data set with indices"
+            )
+        return loader
+    batches = getattr(loader, "batch_sampler", None)
+    if (
+        not isinstance(loader, DataLoader)
+        or type(batches) is not BatchSampler
+        or not isinstance(batches.sampler, DistributedSampler)
+    ):
+        if len(history.shares) > 1:
+            rank_zero_warn(
+                f"shares are ignored for the loader {type(loader).__name__}, which chooses its batches itself: all "
+                "ranks load batches of the loader's size, and all batches count equally; for shares use a DataLoader "
+                "with a batch_size, and leave use_distributed_sampler true"
+            )
+        return loader
+    order = OrderBatches(batches, trainer, history)
+    return OrderLoader(loader.dataset, batch_sampler=order, **options_of(loader))

@@ -12,7 +12,7 @@ from statistics import fmean as mean
 from statistics import pvariance
 from typing import Any
 
-from cnnstrategies.shares import GAIN, Proposal
+from cnnstrategies.shares.proposals import GAIN, Proposal
 
 PATIENCE = 2  # Number of lost bets after which the shares stay as they are.
 FEWEST = 2  # Number of blocks that a proposal needs, and a bet to be won.

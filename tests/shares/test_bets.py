@@ -8,8 +8,9 @@ from statistics import fmean as mean
 
 import pytest
 
-from cnnstrategies.shares import Proposal, deal, proposal
-from cnnstrategies.strategies.bets import PATIENCE, Bets, Block, ShareDecision
+from cnnstrategies.shares.bets import PATIENCE, Bets, Block, ShareDecision
+from cnnstrategies.shares.dealing import deal
+from cnnstrategies.shares.proposals import Proposal, proposal
 
 pytestmark = pytest.mark.light
 BLOCK = 4  # Steps of a block.

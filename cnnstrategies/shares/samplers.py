@@ -5,11 +5,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.runtime.seeds import mixed_seed, restores_random_numbers, seed_all
-from cnnstrategies.shares import Deals, deal, turns
+from cnnstrategies.runtime.seeds import mixed_seed
+from cnnstrategies.shares.dealing import deal, turns
+from cnnstrategies.shares.history import ShareHistory
 
 if TYPE_CHECKING:  # The strategies import this module.
     from cnnstrategies.strategies.protocol import GradientWeighting
@@ -49,7 +50,7 @@ class DealtBatches(DistributedSampler[Any]):
         rank: Index of this rank.
         drop_last: Whether to leave out the last global batch of an epoch if it is smaller than the others.
         accumulated: Number of batches whose gradients are accumulated for a step.
-        deals: Shares of the ranks; equal shares by default.
+        history: Shares of the ranks; equal shares by default.
 
     Raises:
         ConfigurationError: ``drop_last`` is set and the dataset is smaller than one global batch.
@@ -67,13 +68,13 @@ class DealtBatches(DistributedSampler[Any]):
         rank: int,
         drop_last: bool,
         accumulated: int = 1,
-        deals: Deals | None = None,
+        history: ShareHistory | None = None,
     ) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.size = size
         self.samples = samples
         self.accumulated = accumulated
-        self.deals = Deals([1] * num_replicas) if deals is None else deals
+        self.history = ShareHistory([1] * num_replicas) if history is None else history
         self.drawn = 0
         self._parts = deal(samples, [1] * accumulated)
         self._starts = [0, *accumulate(self._parts)]
@@ -104,12 +105,16 @@ class DealtBatches(DistributedSampler[Any]):
             batch: Index of the batch in its epoch.
         """
         start, stop = self._bounds(batch)
-        return self.deals.counts(self.epoch, batch, stop - start)
+        return self.history.counts(self.epoch, batch, stop - start)
 
     def step_of(self, batch: int) -> range:
         """Return the indices of all batches that belong to the same optimizer step as ``batch``."""
         first = batch // len(self._parts) * len(self._parts)
         return range(first, min(first + len(self._parts), len(self)))
+
+    def _step_counts(self, batch: int, batches: float) -> list[tuple[int, ...]]:
+        """Return each rank's number of samples in every batch of a batch's optimizer step."""
+        return [self.counts(other) for other in self.step_of(batch) if other < batches]
 
     def weight(self, batch: int, batches: float, weighting: "GradientWeighting") -> float:
         """Return the factor for this rank's mean loss of a batch.
@@ -122,8 +127,7 @@ class DealtBatches(DistributedSampler[Any]):
             batches: Number of batches in an epoch. The last step of an epoch may have fewer batches than other steps.
             weighting: How the strategy weights the ranks' gradients when it combines them.
         """
-        counts = self.counts(batch)
-        step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
+        counts, step_counts = self.counts(batch), self._step_counts(batch, batches)
         if weighting == "by_rank":
             rank_samples = sum(rank_counts[self.rank] for rank_counts in step_counts)
             return counts[self.rank] * self.accumulated / rank_samples if rank_samples else 1.0
@@ -195,7 +199,7 @@ class EquallyAccumulated(DealtBatches):
         if weighting == "equal":
             return part * self.num_replicas
         # The strategy weights the ranks by their samples in the whole step, so this weight is divided out.
-        step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
+        step_counts = self._step_counts(batch, batches)
         rank_samples = sum(rank_counts[self.rank] for rank_counts in step_counts)
         return part * sum(map(sum, step_counts)) / rank_samples if rank_samples else 1.0
 
@@ -218,13 +222,15 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
             the dataset cannot be divided evenly.
         num_replicas: Number of ranks.
         rank: Index of this rank.
-        deals: Shares of the ranks; equal shares by default.
+        history: Shares of the ranks; equal shares by default.
 
     Raises:
         ConfigurationError: The dataset has fewer samples than there are ranks.
     """
 
-    def __init__(self, size: int, batch_size: int, num_replicas: int, rank: int, deals: Deals | None = None) -> None:
+    def __init__(
+        self, size: int, batch_size: int, num_replicas: int, rank: int, history: ShareHistory | None = None
+    ) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]
         if size < num_replicas:
             raise ConfigurationError(
@@ -232,7 +238,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
                 "one sample: use fewer devices, or more data"
             )
         self.size = size
-        self.deals = Deals([1] * num_replicas) if deals is None else deals
+        self.history = ShareHistory([1] * num_replicas) if history is None else history
         smallest, largest = size // num_replicas, -(-size // num_replicas)
         self.batches = min(-(-largest // batch_size), smallest)
 
@@ -247,47 +253,6 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
 
     def samples(self, batch: int, rank: int) -> list[int]:
         """Return the indices of the samples in a batch of a rank."""
-        counts = deal(self.size, self.deals.loads(self.deals.shares), least=self.batches)
+        counts = deal(self.size, self.history.loads(self.history.shares), least=self.batches)
         first, count = sum(counts[:rank]), counts[rank]
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
-
-
-def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that were used to build a loader, except the dataset and the samplers."""
-    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
-    names += ["generator", "persistent_workers"]
-    if loader.num_workers:
-        names.append("prefetch_factor")
-    return {name: getattr(loader, name) for name in names}
-
-
-def items_of(sampler: Any, epoch: int) -> list[Any]:
-    """Return all items that a sampler yields on all ranks in an epoch, without repeated samples.
-
-    An item is an object that the sampler yields, for example the indices of a batch. The result begins with the first
-    item of each rank, followed by the second item of each rank, and so on. All workers of a parameter server call this
-    function and must get the same items, so the function seeds the random generators. At the end it restores the
-    generators' states.
-    """
-    inner = getattr(sampler, "sampler", sampler)
-    inner.set_epoch(epoch)
-    settings = {name: vars(inner)[name] for name in ("rank", "num_replicas", "num_samples", "total_size")}
-    deals, shares = isinstance(inner, DealtBatches), []
-    if not deals:
-        # Configure the sampler for a single rank, because it then yields all samples once.
-        inner.num_replicas, inner.num_samples = 1, samples_in(inner)
-        inner.total_size = inner.num_samples
-    with restores_random_numbers():
-        for rank in range(inner.num_replicas):
-            inner.rank = rank
-            seed_all(mixed_seed(inner.seed, epoch))
-            shares.append(list(sampler))
-    vars(inner).update(settings)
-    # If a rank has no samples in a batch, its item is a sample that another rank also has. Such an item is left out.
-    places = [(rank, batch) for batch in range(len(shares[0])) for rank in range(len(shares))]
-    return [shares[rank][batch] for rank, batch in places if not deals or inner.counts(batch)[rank]]
-
-
-def samples_in(sampler: DistributedSampler[Any]) -> int:
-    """Return the number of distinct samples in an epoch over all ranks."""
-    return min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]

@@ -11,12 +11,13 @@ from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import simulate
 from cnnstrategies.planning.stage_costs import StageCost, StageMessage
-from cnnstrategies.shares import GAIN, Proposal, soonest, worth
+from cnnstrategies.shares.dealing import soonest
+from cnnstrategies.shares.proposals import GAIN, Proposal, worth
 
 FREE = Link(inf, 0.0)  # A connection whose messages take no time.
 
 
-def redeal(
+def propose_stage_shares(
     placement: Placement,
     schedule: Schedule,
     run_ahead: bool,

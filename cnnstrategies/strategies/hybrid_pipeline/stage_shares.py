@@ -1,33 +1,34 @@
-"""The shares of a pipeline's replicas: given, or found by what each takes for a microbatch of its stage."""
+"""The shares of a pipeline's replicas: given, or measured by the time that each replica takes for a microbatch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.timetable import KINDS, Placement
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.planning.redeal import in_flight, redeal
-from cnnstrategies.shares import Deals, Proposal
-from cnnstrategies.strategies.balancing import Balance
-from cnnstrategies.strategies.gathering import GatherRows
-from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
+from cnnstrategies.planning.stage_shares import in_flight, propose_stage_shares
+from cnnstrategies.runtime.groups import GatherRows
+from cnnstrategies.runtime.stopwatch import Measured, Stopwatch
+from cnnstrategies.shares.history import ShareHistory
+from cnnstrategies.shares.proposals import Proposal
+from cnnstrategies.shares.rebalancing import Balance, rebalance
 
 if TYPE_CHECKING:
     from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 
 
 class StageBalance(Balance):
-    """Has the microbatches of each stage dealt anew to its replicas, where a step of all stages gains by that."""
+    """Callback that rebalances the microbatches of each stage among its replicas, if a step of all stages is faster."""
 
     unit = "microbatches"
 
-    def __init__(self, deals: Deals, placement: Placement, device: Any, gather: GatherRows) -> None:
-        super().__init__(deals, device, gather)
+    def __init__(self, history: ShareHistory, placement: Placement, device: Any, gather: GatherRows) -> None:
+        super().__init__(history, device, gather)
         self._clocks = {kind: Stopwatch(device) for kind in KINDS}
         self._placement = placement
         self._pipeline: StageRunner | None = None
@@ -74,7 +75,7 @@ class StageBalance(Balance):
         pipeline = self._pipeline
         assert pipeline is not None
         placement, pairs = pipeline.placement, pipeline.connections
-        return redeal(placement, pipeline.schedule, pipeline.run_ahead, pairs, seconds, step, most)
+        return propose_stage_shares(placement, pipeline.schedule, pipeline.run_ahead, pairs, seconds, step, most)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -90,24 +91,20 @@ class StageBalance(Balance):
         return [list(self._placement.ranks(stage)) for stage in range(self._placement.stages)]
 
 
-def begin_dealing(strategy: "PipelineStrategy", trainer: Trainer, gather: GatherRows) -> Deals | None:
+def begin_shares(strategy: "PipelineStrategy", trainer: Trainer, gather: GatherRows) -> ShareHistory | None:
     """Return the shares of all ranks in each training batch; None if the shares are equal.
 
     If the shares are measured, a callback that measures them is added, before Lightning gives callbacks their states of
     a checkpoint.
     """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, StageBalance)]
     shares, placement = strategy.request.shares, strategy.placement
-    if shares == "equal":
-        return None
-    deals = Deals(placement.shares or [1] * placement.world_size, loads=strategy.loads)
-    if shares == "auto" and trainer.state.fn == TrainerFn.FITTING and max(placement.replicas) > 1:
-        callbacks.append(StageBalance(deals, placement, strategy.root_device, gather))
-    return deals
+    history = ShareHistory(placement.shares or [1] * placement.world_size, loads=strategy.loads)
+    measured = shares == "auto" and trainer.state.fn == TrainerFn.FITTING and max(placement.replicas) > 1
+    rebalance(trainer, StageBalance(history, placement, strategy.root_device, gather) if measured else None)
+    return None if shares == "equal" else history
 
 
-def use_shares(trainer: Any, transport: Transport, deals: Deals | None) -> None:
+def use_shares(trainer: Any, transport: Transport, history: ShareHistory | None) -> None:
     """Let the replicas divide the microbatches of the next training batch by the shares of this batch.
 
     All ranks must call this before they transfer a batch to the device.
@@ -115,10 +112,10 @@ def use_shares(trainer: Any, transport: Transport, deals: Deals | None) -> None:
     Args:
         trainer: The trainer.
         transport: Connections of this rank, whose placement has the shares.
-        deals: The shares of all batches; None if shares are equal.
+        history: The shares of all batches; None if shares are equal.
     """
-    if deals is None or not trainer.training:
+    if history is None or not trainer.training:
         return
-    shares = deals.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1)
+    shares = history.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1)
     if shares != transport.placement.shares:
         transport.placement = replace(transport.placement, shares=shares)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
+from cnnstrategies.shares.samplers import OrderedBatches, ShuffledBatches
 
 pytestmark = pytest.mark.light
 

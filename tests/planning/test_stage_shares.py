@@ -5,38 +5,38 @@ from math import inf
 import pytest
 
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.planning.redeal import redeal
+from cnnstrategies.planning.stage_shares import propose_stage_shares
 
 pytestmark = pytest.mark.light
 
 
-def redeal_by(placement, times, step=0.0, most=(inf, inf, inf, inf)):
+def proposed_for(placement, times, step=0.0, most=(inf, inf, inf, inf)):
     """Return the proposed rebalancing if each rank takes these seconds per microbatch, two thirds in the backward."""
     seconds = [[time / 3 for time in times], [2 * time / 3 for time in times]]
-    return redeal(placement, "gpipe", False, [(0, 1)], seconds, step, most)
+    return propose_stage_shares(placement, "gpipe", False, [(0, 1)], seconds, step, most)
 
 
 def test_a_fast_replica_gets_more_microbatches_than_a_slow_replica():
     """The second replica takes 3 s per microbatch, the first 1 s: shares of 4 and 4 become 6 and 2."""
     now = Placement((2, 1), microbatches=8)
-    proposed = redeal_by(now, [1.0, 3.0, 0.03])
+    proposed = proposed_for(now, [1.0, 3.0, 0.03])
     assert proposed.shares == (6, 2, 8)
     assert proposed.gain == pytest.approx(12.0 / 6.0 - 1, abs=0.02)
     # The time of a step outside the timetable stays the same.
-    assert redeal_by(now, [1.0, 3.0, 0.03], step=24.0).gain == pytest.approx(24.0 / 18.0 - 1, abs=0.02)
+    assert proposed_for(now, [1.0, 3.0, 0.03], step=24.0).gain == pytest.approx(24.0 / 18.0 - 1, abs=0.02)
 
 
 def test_shares_belong_to_ranks_under_any_placement():
     now = Placement((2, 2), "replicas", microbatches=8)
     assert now.ranks(0) == [0, 2]
-    assert redeal_by(now, [1.0, 0.5, 3.0, 0.5]).shares == (6, 4, 2, 4)
+    assert proposed_for(now, [1.0, 0.5, 3.0, 0.5]).shares == (6, 4, 2, 4)
 
 
 def test_no_rank_runs_more_microbatches_than_it_can_hold():
     now = Placement((2, 1), microbatches=8)
-    assert redeal_by(now, [1.0, 3.0, 0.03], most=[5, 9, 9]).shares == (5, 3, 8)
-    assert redeal_by(now, [1.0, 3.0, 0.03], most=[4, 9, 9]) is None
-    assert redeal_by(now, [1.0, 3.0, 0.03], most=[5, 2, 3]).shares == (5, 3, 8), (
+    assert proposed_for(now, [1.0, 3.0, 0.03], most=[5, 9, 9]).shares == (5, 3, 8)
+    assert proposed_for(now, [1.0, 3.0, 0.03], most=[4, 9, 9]) is None
+    assert proposed_for(now, [1.0, 3.0, 0.03], most=[5, 2, 3]).shares == (5, 3, 8), (
         "the current number of microbatches fits"
     )
 
@@ -51,4 +51,4 @@ def test_no_rank_runs_more_microbatches_than_it_can_hold():
     ],
 )
 def test_shares_stay_if_a_step_gains_little(shares, times):
-    assert redeal_by(Placement((2, 1), microbatches=8, shares=shares), times) is None
+    assert proposed_for(Placement((2, 1), microbatches=8, shares=shares), times) is None
