@@ -33,7 +33,7 @@ def use_extended_package(folder: Path) -> None:
     with (folder / FILE).open("a") as file:
         file.write("\n\n" + block)
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("cnnstrategies", "roles", "training"):
+        if name.partition(".")[0] == "cnnstrategies" or name.startswith("tests.paramserver."):
             del sys.modules[name]
     sys.path.insert(0, str(folder))
 
