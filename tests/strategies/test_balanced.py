@@ -190,13 +190,20 @@ def test_samples_get_equal_weights_in_manual_optimization(monkeypatch):
     assert_same_run(train("dealt", balanced(shares=[3, 1]), 2, **common), train("one", **common))
 
 
+def with_buffer() -> PlainCNN:
+    """Return a network in float64 with a buffer: DDP waits in a forward only to broadcast buffers."""
+    network = PlainCNN().double()
+    network.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+    return network
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("servers", marks=pytest.mark.cluster)])
 def test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again(tmp_path, strategy):
     """Shares follow within an epoch. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
     # Lightning loads a checkpoint before it converts the network to float64, so the network must be in float64 already.
     data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
     common = {"data": data, "max_epochs": 3, "limit_train_batches": 17, "limit_val_batches": 0}
-    common["network"] = lambda: PlainCNN().double()
+    common["network"] = with_buffer
 
     def run(name, *more, **options):
         slow = SlowRank(tmp_path, lambda step: step < 17)
