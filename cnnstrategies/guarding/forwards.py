@@ -17,13 +17,15 @@ PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class ForwardRecords(StepReader):
-    """Reader that records layers in the first batches after a check.
+    """Reader that records layers in the first batches after a check, until the next batch begins.
 
     Only calls in training mode count: in evaluation mode, a further call changes neither statistics nor random numbers.
 
     Args:
         module: The module that is trained.
     """
+
+    follows_to_next = True  # Hooks of the user may call layers after a batch.
 
     def __init__(self, module: nn.Module) -> None:
         layers = {
@@ -45,7 +47,7 @@ class ForwardRecords(StepReader):
     @override
     def after_call(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         name = self._names.get(id(module))
-        if name is None or not module.training:
+        if name is None or not module.training or not self._batches:
             return
         self._batches[-1][name] += 1
         if isinstance(output, Tensor):

@@ -17,10 +17,11 @@ class StepReader:
             the same number if gradients are accumulated.
         follows_calls: Whether calls of modules are reported in the current batch. A reader sets this in
             :meth:`begin_batch`, because a hook takes time in each call.
+        follows_to_next: Whether calls are also reported after the batch, until the next one begins.
     """
 
     step = 0
-    follows_calls = False
+    follows_calls = follows_to_next = False
 
     def begin_batch(self, batch: Any, index: int) -> None:
         """Read a batch before it is trained on, with its number in the epoch."""
@@ -45,7 +46,7 @@ class StepReader:
 
 
 class StepRecorder:
-    """Hooks that tell readers about the batches between :meth:`begin_batch` and :meth:`end_batch`.
+    """Hooks that tell readers about batches.
 
     Modules get only global hooks. Strategies look at the hooks of a user's modules, and would divide a network with
     additional hooks in another way.
@@ -60,7 +61,6 @@ class StepRecorder:
         self._followers: list[StepReader] = []
         self._call_hooks: list[RemovableHandle] = []
         self._step_hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
-        self._is_in_batch = False
 
     def begin_batch(self, batch: Any, index: int, steps: int) -> None:
         """Tell readers about a batch.
@@ -71,7 +71,6 @@ class StepRecorder:
             steps: Number of steps that the optimizers have made.
         """
         _remove(self._call_hooks)
-        self._is_in_batch = True
         for reader in self._readers:
             reader.step = steps + 1
             reader.begin_batch(batch, index)
@@ -92,8 +91,9 @@ class StepRecorder:
 
     def end_batch(self, outputs: Any) -> None:
         """Tell readers about the outputs of the training step."""
-        _remove(self._call_hooks)
-        self._is_in_batch = False
+        self._followers = [reader for reader in self._followers if reader.follows_to_next]
+        if not self._followers:
+            _remove(self._call_hooks)
         for reader in self._readers:
             reader.end_batch(loss_of(outputs))
 
@@ -113,9 +113,8 @@ class StepRecorder:
         return output
 
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self._is_in_batch:
-            for reader in self._readers:
-                reader.after_step(optimizer)
+        for reader in self._readers:
+            reader.after_step(optimizer)
 
 
 def loss_of(outputs: Any) -> Any:

@@ -42,10 +42,10 @@ def never(module: nn.Module, batch: int) -> None:
     """Skip the module, as some networks do at random."""
 
 
-def findings(steps: Step, batches: int = RECORDED + 2) -> list[Finding]:
-    """Return the findings about two ranks, of which the second one makes other steps."""
+def findings(steps: Step, batches: int = RECORDED + 2, later: Step = never) -> list[Finding]:
+    """Return the findings about two ranks, of which the second one makes other steps, and calls a function later."""
     rows, values = [], []
-    for function in (plain, steps):
+    for function, hook in ((plain, never), (steps, later)):
         module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.ReLU())
         records = ForwardRecords(module)
         recorder = StepRecorder([records])
@@ -53,6 +53,7 @@ def findings(steps: Step, batches: int = RECORDED + 2) -> list[Finding]:
             recorder.begin_batch(None, batch, batch)
             function(module, batch)
             recorder.end_batch(None)
+            hook(module, batch)
         values = list(records.take())
         rows.append([(value.content, 0) for value in values])
     return disagreements(values, torch.tensor(rows), 20)
@@ -76,6 +77,12 @@ def test_another_precision_and_further_calls_in_each_step_are_named(
     results = findings(steps)
     assert [(finding.tensor, finding.fault, finding.is_note) for finding in results] == expected
     assert all((finding.check, finding.rank) == ("forwards", 1) for finding in results)
+
+
+@pytest.mark.light
+def test_calls_in_a_hook_after_the_batch_are_named() -> None:
+    (finding,) = findings(plain, later=plain)
+    assert finding.fault.startswith("is called in training mode another number of times")
 
 
 @pytest.mark.light
