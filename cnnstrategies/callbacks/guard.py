@@ -15,19 +15,12 @@ from torch.optim import Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
-from cnnstrategies.callbacks.guarded_run import (
-    applied_checks,
-    is_compiled_in_part,
-    scheduled_rates,
-    watched_run,
-)
+from cnnstrategies.callbacks.guarded_run import applied_checks, is_compiled_in_part, watched_run
 from cnnstrategies.callbacks.guarded_steps import GuardedSteps
-from cnnstrategies.data.division import shuffles, yields_each_once
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.guarding.agreement import disagreements
 from cnnstrategies.guarding.batches import COMPARED, equal_ranks, fixed_row
 from cnnstrategies.guarding.findings import Finding, and_others
-from cnnstrategies.guarding.rates import RateHistory, ScheduledRate
 from cnnstrategies.guarding.replay import Replay
 from cnnstrategies.guarding.rereading import digests_in, fault_of
 from cnnstrategies.guarding.watch import TrainingWatch
@@ -76,8 +69,6 @@ class Guard(Callback):
         self._watch: TrainingWatch | None = None
         self._replay: Replay | None = None
         self._recorder = StepRecorder()
-        self._rates = RateHistory()
-        self._scheduled: list[ScheduledRate] = []
         self._waiting: list[Finding] = []  # Findings since the last check, of which the other ranks do not know.
         self._checks, self._alarms = 0, 0  # Numbers of checks, and of checks with a finding on any rank.
         self._printed: set[int] = set()
@@ -124,8 +115,6 @@ class Guard(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._is_due(self._begun_at + 1):
-            self._scheduled = scheduled_rates(trainer)  # After this step, schedules may have computed other rates.
         with self._facts.local_code():
             self._recorder.before_step(optimizer)
 
@@ -139,10 +128,8 @@ class Guard(Callback):
         if differing:
             fault = "gives another output when it is computed again"
             cause, remedy = "a memory error or a faulty processor", "train on other hardware"
-            self._note(
-                trainer,
-                Finding("replay", trainer.global_rank, self._begun_at + 1, and_others(differing), fault, cause, remedy),
-            )
+            rank, step = trainer.global_rank, self._begun_at + 1
+            self._note(Finding("replay", rank, step, and_others(differing), fault, cause, remedy))
         step = trainer.global_step
         if step > self._begun_at:
             self._is_checked = self._is_due(step)
@@ -165,20 +152,9 @@ class Guard(Callback):
         with self._facts.local_code():
             repeated = self._running.batches.end_epoch()
             repeats_order = self._running.batches.repeats_order()
-        if not self._applied["samples"]:
-            return
-        rank, step = trainer.global_rank, trainer.global_step
-        loader = getattr(trainer.train_dataloader, "loader", trainer.train_dataloader)
-        if repeated and yields_each_once(loader):
-            fault = f"has loaded {repeated} batches of epoch {trainer.current_epoch} again"
-            cause = "a sampler or a batch sampler that repeats indices, or a data set that ignores the index"
-            remedy = "look at the indices that the sampler yields"
-            self._note(trainer, Finding("batches", rank, step, "the loader", fault, cause, remedy))
-        elif repeats_order and shuffles(loader):
-            fault = f"has loaded epoch {trainer.current_epoch} in the order of the epoch before"
-            cause = "a sampler with a fixed seed, whose set_epoch is not called"
-            remedy = "call the sampler's set_epoch in on_train_epoch_start"
-            self._note(trainer, Finding("samples", rank, step, "the loader", fault, cause, remedy))
+        if self._applied["samples"]:
+            for finding in self._steps.in_epoch(repeated, repeats_order):
+                self._note(finding)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -217,7 +193,7 @@ class Guard(Callback):
             values, rows, alone = self._running.check(step)
             batches = fixed_row(self._running.batches.take())
             alone += self._steps.check()
-        alone = [*self._waiting, *alone, *self._wrong_rates(trainer)]
+        alone = [*self._waiting, *alone]
         self._waiting = []
         compared: list[Finding] = []
         is_first, stops = [True] * len(alone), any(not finding.is_note for finding in alone)
@@ -266,31 +242,8 @@ class Guard(Callback):
         if pair is None:
             return []
         remedy = "use a DistributedSampler, or make an IterableDataset yield another part on each rank"
-        return [
-            Finding(
-                "batches",
-                pair[1],
-                step,
-                "the loader",
-                f"loads the same batches as on rank {pair[0]}",
-                "data that are not divided among the ranks",
-                remedy,
-            )
-        ]
-
-    def _wrong_rates(self, trainer: Trainer) -> list[Finding]:
-        return [
-            Finding(
-                "rates",
-                trainer.global_rank,
-                trainer.global_step,
-                f"the learning rate of {rate.group}",
-                f"is {rate.rate:.3g}, and its schedule says {rate.scheduled:.3g}",
-                "other code sets it, or the optimizer's groups were replaced",
-                "let one schedule set it, and create schedules after the optimizer",
-            )
-            for rate in self._rates.wrong(self._scheduled)
-        ]
+        fault, cause = f"loads the same batches as on rank {pair[0]}", "data that are not divided among the ranks"
+        return [Finding("batches", pair[1], step, "the loader", fault, cause, remedy)]
 
     # Checkpoints
 
@@ -302,7 +255,7 @@ class Guard(Callback):
             written = digests_in(checkpoint)
         save(checkpoint, path, *args, **kwargs)
         for finding in self._steps.in_checkpoint(checkpoint, str(path)):
-            self._note(trainer, finding)
+            self._note(finding)
         file = Path(path)
         self._saved.pop(file, None)
         if self._verified == file:
@@ -315,14 +268,11 @@ class Guard(Callback):
             self._saved[file] = trainer.global_step
         else:
             cause, remedy = "a faulty disk or network file system", "save to another disk, and check this one"
-            self._note(
-                trainer,
-                Finding("checkpoint", trainer.global_rank, trainer.global_step, str(path), fault, cause, remedy),
-            )
+            self._note(self._steps.finding("checkpoint", str(path), fault, cause, remedy))
 
     # Output
 
-    def _note(self, trainer: Trainer, finding: Finding) -> None:
+    def _note(self, finding: Finding) -> None:
         """Keep a finding of this rank for the next check, and print it now."""
         self._waiting.append(finding)
         self.findings.append(finding)

@@ -1,4 +1,4 @@
-"""Checks of `Guard` for errors that all ranks make alike: in gradients, schedules, statistics and resumed states."""
+"""Checks of `Guard` for errors that all ranks make alike: in gradients, rates, statistics, loaders, resumed states."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,13 +7,17 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies.callbacks.guarded_run import scheduled_rates
+from cnnstrategies.data.division import shuffles, yields_each_once
 from cnnstrategies.guarding.calls import FEWEST, ScheduleHistory, ScheduleState, StepCalls
 from cnnstrategies.guarding.constant_batches import ConstantBatches
 from cnnstrategies.guarding.findings import Finding, and_others
 from cnnstrategies.guarding.losses import wrong_input
 from cnnstrategies.guarding.modes import SWITCHED
+from cnnstrategies.guarding.rates import RateHistory, ScheduledRate
 from cnnstrategies.guarding.watch import WatchedRun
 from cnnstrategies.recording.steps import StepReader
 
@@ -37,7 +41,9 @@ class GuardedSteps(StepReader):
     def __init__(self, trainer: Trainer, module: LightningModule, run: WatchedRun, every: int) -> None:
         self._trainer, self._module, self._is_held = trainer, module, run.holds
         sees_gradients = run.sees_gradients and run.reads_weights
-        self._schedules = ScheduleHistory()
+        self._schedules, self._rates = ScheduleHistory(), RateHistory()
+        self._scheduled: list[ScheduledRate] = []
+        self._every = every
         self._statistics: dict[str, list[Tensor]] = {}  # Of batch normalisation, at the last check.
         self._weights: dict[int, Tensor] = {}  # Some of the weights at the last comparison.
         self._weights_at = -ENOUGH  # Number of steps before that comparison.
@@ -65,6 +71,32 @@ class GuardedSteps(StepReader):
         if not self._has_looked:
             self._has_looked, self._wrong_input = True, wrong_input(loss)
 
+    @override
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Record learning rates if a check follows the step, after which schedules may have computed other ones."""
+        if self.step == 1 or self.step % self._every == 0:
+            self._scheduled = scheduled_rates(self._trainer)
+
+    def in_epoch(self, repeated: int, repeats_order: bool) -> Iterator[Finding]:
+        """Yield a finding if a loader has not kept its promise in an epoch.
+
+        Args:
+            repeated: Number of batches that have come before in the epoch.
+            repeats_order: Whether the epoch has begun as the epoch before.
+        """
+        epoch = self._trainer.current_epoch
+        loader = getattr(self._trainer.train_dataloader, "loader", self._trainer.train_dataloader)
+        if repeated and yields_each_once(loader):
+            fault = f"has loaded {repeated} batches of epoch {epoch} again"
+            cause = "a sampler or a batch sampler that repeats indices, or a data set that ignores the index"
+            remedy = "look at the indices that the sampler yields"
+            yield self.finding("batches", "the loader", fault, cause, remedy)
+        elif repeats_order and shuffles(loader):
+            fault = f"has loaded epoch {epoch} in the order of the epoch before"
+            cause = "a sampler with a fixed seed, whose set_epoch is not called"
+            remedy = "call the sampler's set_epoch in on_train_epoch_start"
+            yield self.finding("samples", "the loader", fault, cause, remedy)
+
     def in_validation(self) -> Iterator[Finding]:
         """Yield a finding if the module or its batch normalisation is in training mode in a batch of a validation.
 
@@ -77,7 +109,7 @@ class GuardedSteps(StepReader):
             if layer.training and (self._module.training or isinstance(layer, _BatchNorm))
         ]
         if wrong:
-            yield self._finding(
+            yield self.finding(
                 "modes",
                 and_others(wrong),
                 "is in training mode in the validation",
@@ -90,7 +122,7 @@ class GuardedSteps(StepReader):
         """Yield the findings since the last check."""
         if self._wrong_input is not None:
             (fault, remedy), self._wrong_input = self._wrong_input, None
-            yield self._finding("losses", "the loss", fault, "the network ends with it", remedy, is_note=True)
+            yield self.finding("losses", "the loss", fault, "the network ends with it", remedy, is_note=True)
         yield from self._of_batches()
         of_steps = list(self._of_steps())
         yield from of_steps
@@ -99,7 +131,7 @@ class GuardedSteps(StepReader):
             yield from self._of_weights()
         if wrong := self._schedules.wrong(list(self._progress())):
             made, due = wrong
-            yield self._finding(
+            yield self.finding(
                 "rates",
                 "the learning rate's schedule",
                 f"has made {made} steps, and {due} were due",
@@ -107,11 +139,16 @@ class GuardedSteps(StepReader):
                 "step it once in each step, or return it from configure_optimizers only",
                 is_note=made == 0,
             )
+        for rate in self._rates.wrong(self._scheduled):
+            fault = f"is {rate.rate:.3g}, and its schedule says {rate.scheduled:.3g}"
+            cause = "other code sets it, or the optimizer's groups were replaced"
+            remedy = "let one schedule set it, and create schedules after the optimizer"
+            yield self.finding("rates", f"the learning rate of {rate.group}", fault, cause, remedy)
         if self._is_resumed and self._trainer.global_step > 0:
             self._is_resumed = False
             states = [len(optimizer.state) for optimizer in self._trainer.optimizers]
             if any(now and not before for now, before in zip(states, self._had_states, strict=False)):
-                yield self._finding(
+                yield self.finding(
                     "checkpoint",
                     "the optimizer's state",
                     "was empty when the run was resumed",
@@ -119,7 +156,7 @@ class GuardedSteps(StepReader):
                     "resume from a checkpoint with optimizer_states",
                 )
             if self._begins_anew:
-                yield self._finding(
+                yield self.finding(
                     "checkpoint",
                     "the learning rate's schedule",
                     "has begun anew when the run was resumed",
@@ -132,7 +169,7 @@ class GuardedSteps(StepReader):
         """Yield a finding if a checkpoint with optimizer states does not contain those of all optimizers."""
         count = len(checkpoint.get("optimizer_states", self._trainer.optimizers))
         if count < len(self._trainer.optimizers):
-            yield self._finding(
+            yield self.finding(
                 "checkpoint",
                 path,
                 f"has states of {count} of {len(self._trainer.optimizers)} optimizers",
@@ -146,17 +183,17 @@ class GuardedSteps(StepReader):
         remedy = "look at some samples of the data set"
         if are_equal:
             cause = "files that cannot be read, or an index that is ignored"
-            yield self._finding("samples", "each batch", "has equal images only", cause, remedy, is_note=True)
+            yield self.finding("samples", "each batch", "has equal images only", cause, remedy, is_note=True)
         if targets:
             fault, cause = f"are equal: {targets} of {targets}", "labels that are lost or of one class"
-            yield self._finding("samples", "all targets so far", fault, cause, remedy, is_note=True)
+            yield self.finding("samples", "all targets so far", fault, cause, remedy, is_note=True)
 
     def _of_steps(self) -> Iterator[Finding]:
         if self._calls is None:
             return
         has_kept, excess, stands = self._calls.take()
         if has_kept:
-            yield self._finding(
+            yield self.finding(
                 "calls",
                 "gradients",
                 "are not zero when a step begins",
@@ -164,7 +201,7 @@ class GuardedSteps(StepReader):
                 "set gradients to zero in each step, or use trainer.accumulate_grad_batches",
             )
         if excess:
-            yield self._finding(
+            yield self.finding(
                 "calls",
                 "the norm of gradients",
                 f"is {excess:.1e} or more in the optimizer, and gradient_clip_val is {self._trainer.gradient_clip_val}",
@@ -172,7 +209,7 @@ class GuardedSteps(StepReader):
                 "call self.clip_gradients in configure_gradient_clipping",
             )
         if stands:
-            yield self._finding(
+            yield self.finding(
                 "rates",
                 "the learning rate",
                 "has been 0 since the last check",
@@ -199,7 +236,7 @@ class GuardedSteps(StepReader):
         are_stuck = torch.stack(flags).tolist() if flags else []  # One read from the device.
         stuck = [name for name, is_stuck in zip(names, are_stuck, strict=True) if is_stuck]
         if stuck:
-            yield self._finding(
+            yield self.finding(
                 "moves",
                 and_others(stuck),
                 "counts batches, but its running statistics do not change",
@@ -224,7 +261,7 @@ class GuardedSteps(StepReader):
         largest, least = torch.stack([changed.max(), pushed.min()]).tolist()  # One read from the device.
         if largest < STILL and least > 0.5:
             kinds = sorted({str(value.dtype).removeprefix("torch.") for value in some})
-            yield self._finding(
+            yield self.finding(
                 "moves",
                 "weights",
                 f"do not change in {1 - largest:.1%} of their elements or more, although their gradients are not zero",
@@ -241,7 +278,8 @@ class GuardedSteps(StepReader):
                 due = self._trainer.global_step if config.interval == "step" else self._trainer.current_epoch
                 yield ScheduleState(id(config.scheduler), made, due)
 
-    def _finding(self, check: str, tensor: str, fault: str, cause: str, remedy: str, is_note: bool = False) -> Finding:
+    def finding(self, check: str, tensor: str, fault: str, cause: str, remedy: str, is_note: bool = False) -> Finding:
+        """Return a finding of this rank after the current step."""
         rank, step = self._trainer.global_rank, self._trainer.global_step
         return Finding(check, rank, step, tensor, fault, cause, remedy, is_note)
 
