@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import panels
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -38,6 +37,7 @@ from cnnstrategies.spatial import RowsTensor
 from cnnstrategies.strategies import SpatialStrategy
 from cnnstrategies.strategies.predicted_memory import predicted_memory
 from tests.conftest import ROOT, quiet_trainer
+from tests.runner import panels
 from tests.spatial.spatial_networks import ResNet, UNet
 
 CLASSES = 5

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import panels
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from cnnstrategies.strategies.spatial.parted_batches import part_batch
 from cnnstrategies.strategies.spatial.same_weights import SameWeights
 from cnnstrategies.strategies.spatial.step_costs import describe_costs, describe_rows
 from tests.conftest import quiet_trainer
+from tests.runner import panels
 from tests.runner.ranks import run_apart, run_ranks
 from tests.spatial.parts_in_turn import on_parts
 from tests.strategies.spatial_programs import (
