@@ -319,10 +319,14 @@ def abort_all_groups() -> None:
 def number_of_collectives() -> int:
     """Return the number of collectives that this process has begun in the default process group.
 
-    torch does not have a public counter. The number is part of a process group's own check for lost collectives.
+    The result is always 0 if the group's backend, such as MPI, does not count. torch does not have a public counter.
+    The number is part of a process group's own check for lost collectives.
     """
     group: Any = dist.group.WORLD
-    return int(group._get_sequence_number_for_group())
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def asks_default_group() -> bool:

@@ -88,7 +88,7 @@ class StreamLoader:
         self._resume: dict[str, Any] | None = None
         self._length: int | None = None
         self._epoch, self._is_exhausted = -1, False
-        self._before, self._served = 0, 0  # Batches of the epoch before the resume, and in all so far.
+        self._served = 0  # Batches of the epoch, with those before a resume.
         self._used = [0]  # Samples of the stream that each worker has used for batches or left out.
         self._used_before: dict[int, list[int]] = {}  # By batch: the numbers before the batch.
         self._states: dict[int, Any] = {}
