@@ -340,6 +340,9 @@ MIXED = [
         has_length=False, waits=2,
     ),
     Case(piped, RECIPE, precision="16-mixed", waits=1),
+    # Without `GracefulStop`, Lightning creates, sends and reads a flag in each step.
+    Case(piped, module=OwnModule, waits=3, is_graceful=False),
+    Case(divided, module=OwnModule, waits=3, is_graceful=False, steps=4),
 ]  # fmt: skip
 THREE = [
     Case(partial(piped, replicas=[2, 1], schedule="gpipe", activation_checkpointing="always")),
