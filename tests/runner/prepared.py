@@ -60,8 +60,9 @@ def prepare(many: bool) -> None:
         many: Whether so many tests run that complete preparation is worth its seconds.
     """
     read(many)
-    gc.collect()
-    gc.freeze()  # Forks then neither copy nor search the imported objects.
+    # Forks then neither copy nor search the imported objects. To collect the garbage among them first would take more
+    # time in each of pytest's workers than it spares.
+    gc.freeze()
     # With the default threshold a run of the command line spends a tenth of its time on the search for garbage, of
     # which there is little.
     gc.set_threshold(50_000, 20, 50)
