@@ -60,12 +60,13 @@ UNSEEN_HEAD = """
 Further faults of the same kinds, and of questions in forums, were written after all checks, before any of them was
 tried with `verify` or the guard. They show better how many faults of unknown kinds are found: 18 of 41 were found at
 first. Then `verify` learned to read a sampler's order after `set_epoch`, to read a sample twice, and to compare samples
-between ranks; and the guard, to look at a resumed schedule, at softmax before a loss, and at precisions and further
-calls of layers on one rank. With them it is the number below, which also counts two faults that were written together
-with their checks: equal images, and labels that are lost. Two further faults are left out, because they end the run by
-themselves: a step between forward and backward, and a last batch that one rank leaves out. Three of the programs
-without their faults gave false alarms, which were repaired: of the guard about the average of a network, some of whose
-weights hardly change, and of `verify` about a run without validations and about a function for dropout.
+between ranks; and the guard, to look at a resumed schedule, at softmax before a loss, at states that are hardly
+loaded, and at precisions and further calls of layers on one rank. With them it is the number below, which also counts
+two faults that were written together with their checks: equal images, and labels that are lost. Two further faults are
+left out, because they end the run by themselves: a step between forward and backward, and a last batch that one rank
+leaves out. Three of the programs without their faults gave false alarms, which were repaired: of the guard about the
+average of a network, some of whose weights hardly change, and of `verify` about a run without validations and about a
+function for dropout.
 """
 LONGEST = 120  # Number of characters of a line on the page.
 

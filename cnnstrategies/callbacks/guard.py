@@ -21,6 +21,7 @@ from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.guarding.agreement import disagreements
 from cnnstrategies.guarding.batches import COMPARED, equal_ranks, fixed_row
 from cnnstrategies.guarding.findings import Finding, and_others
+from cnnstrategies.guarding.loading import LOADING, lines_about_loading, watch_loading
 from cnnstrategies.guarding.replay import Replay
 from cnnstrategies.guarding.rereading import digests_in, fault_of
 from cnnstrategies.guarding.watch import TrainingWatch
@@ -29,6 +30,7 @@ from cnnstrategies.strategies.protocol import FINDING, StrategyFacts, facts_of
 
 EXIT_CODE = 3  # Exit code of a run that a finding has stopped.
 MOST_KEYS = 8  # Number of findings of a rank of which the other ranks learn at a check.
+watch_loading()  # A script imports this callback before it loads weights.
 
 
 class Guard(Callback):
@@ -94,6 +96,10 @@ class Guard(Callback):
             if trainer.overfit_batches == 0:  # type: ignore[attr-defined]  # set outside the class
                 readers += [self._watch.batches, *([self._steps.constant] if self._applied["samples"] else [])]
             self._recorder = StepRecorder(readers, trainer.optimizers)
+        for fault in lines_about_loading(pl_module):
+            cause, remedy = "names with a prefix", "make the names equal, for example by removing a prefix"
+            finding = Finding("checkpoint", trainer.global_rank, 0, LOADING, fault, cause, remedy, is_note=True)
+            self._waiting.append(finding)
         io = trainer.strategy.checkpoint_io
         if trainer.is_global_zero and not isinstance(io, AsyncCheckpointIO):
             vars(io)["save_checkpoint"] = partial(self._save, trainer, io.save_checkpoint)

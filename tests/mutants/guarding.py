@@ -4,13 +4,14 @@ from cnnstrategies._torch_private import class_targets
 from cnnstrategies.guarding.batches import BatchRecords
 from cnnstrategies.guarding.constant_batches import ConstantBatches
 from cnnstrategies.guarding.forwards import ForwardRecords
+from cnnstrategies.guarding.loading import lines_about_loading
 from cnnstrategies.guarding.losses import wrong_input
 from cnnstrategies.guarding.replay import Replay
 from cnnstrategies.verifying.changing_samples import changes_itself, is_random
 from cnnstrategies.verifying.contents import other_contents, shares_data_set
 from cnnstrategies.verifying.loaders import drawn_samples
 from tests.callbacks import test_guard
-from tests.guarding import test_constant_batches, test_forwards, test_inputs_of_losses, test_replay
+from tests.guarding import test_constant_batches, test_forwards, test_inputs_of_losses, test_loading, test_replay
 from tests.mutants.faulty import removes
 from tests.verifying import test_changing_samples, test_contents, test_verify
 
@@ -100,4 +101,16 @@ removes(
     "ranks may divide the samples of different orders",
     killed_by=test_verify.test_processes_that_divide_different_orders_leave_out_samples,
     takes_long=True,
+)
+
+
+removes(
+    lines_about_loading,
+    "a state that is not loaded is not named",
+    killed_by=test_loading.test_only_a_state_that_is_hardly_loaded_is_named,
+    noticed_by=(AssertionError, ValueError),
+    gives=[],
+    values=test_loading.state("module."),
+    strict=False,
+    words="has loaded 0 of 7",
 )
