@@ -151,7 +151,9 @@ class TrainingWatch:
                 content = states_of(optimizer, parameter) if self._run.holds(parameter) else ()
                 yield self._value("state", name, parameter, content)
         for name, buffer in self._module.named_buffers():
-            exact = not buffer.is_floating_point() and self._run.counts_alike
+            # Integers in a buffer of several elements may be those of a rank's own samples, as in a memory of labels.
+            is_counter = buffer.numel() == 1 and not buffer.is_floating_point()
+            exact = is_counter and self._run.counts_alike
             yield self._value("buffer", name, buffer, (buffer,), exact)
 
     def _value(

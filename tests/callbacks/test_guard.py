@@ -323,8 +323,10 @@ class Stale(Small):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("labels", torch.zeros(3, dtype=torch.int64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.labels = self.labels + 1 + self.trainer.global_rank  # As a memory of each rank's own samples.
         if self.trainer.global_rank == 0:
             self.mean = self.mean + 1
         else:
