@@ -79,7 +79,7 @@ class PartClock(Profiler):
     def start(self, action_name: str) -> None:
         self.user.start(action_name)
         if (part := self._part_of(action_name)) is not None:
-            if part == DATA and self.wanted and not self.running:
+            if self.wanted and not self.running and part == DATA:
                 self.run()
             self.begin(part)
 
@@ -105,17 +105,18 @@ class PartClock(Profiler):
         """Add the time since the last call of this method to the times of the parts."""
         if not self.running:
             return
-        now = self._now()
-        passed = now - self._mark
+        now = time.perf_counter() if self._device is None else self._now()
+        seconds, passed = self.seconds, now - self._mark
         self._mark = now
         if self._inner is not None:
             inner = dict(self._inner())
-            for name, seconds in inner.items():
-                since = seconds - self._inner_before.get(name, 0.0)
-                self._count(name, since)
+            for name, total in inner.items():
+                since = total - self._inner_before.get(name, 0.0)
+                seconds[name] = seconds.get(name, 0.0) + since
                 passed -= since
             self._inner_before = inner
-        self._count(self.open_parts[-1] if self.open_parts else OTHER, passed)
+        part = self.open_parts[-1] if self.open_parts else OTHER
+        seconds[part] = seconds.get(part, 0.0) + passed
 
     def begin(self, part: str) -> None:
         """Open a part, which may lie within another open part. Time counts only for the innermost open part."""
@@ -127,9 +128,6 @@ class PartClock(Profiler):
         self.read()
         if self.open_parts:
             self.open_parts.pop()
-
-    def _count(self, part: str, seconds: float) -> None:
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     def _now(self) -> float:
         if self._device is not None:
