@@ -109,15 +109,19 @@ def test_volumes_are_segmented_in_two_parts(run_cli, tmp_path):
         ("gan", ["--trainer.strategy=parameter_server_fork"]),
         ("contrastive", ["--trainer.strategy.init_args.start_method=fork"]),
         ("contrastive", ["--model=contrastive.MoCo", "--trainer.strategy.init_args.start_method=fork"]),
+        ("faster_rcnn", ["--trainer.strategy=ddp_fork", "--trainer.max_epochs=2"]),
     ],
-    ids=["gan-ddp", "gan-servers", "simclr", "moco"],
+    ids=["gan-ddp", "gan-servers", "simclr", "moco", "faster-rcnn"],
 )
-def test_recipes_of_ones_own_module_train(name, options, run_cli, tmp_path):
-    for end in ("py", "yaml"):
-        shutil.copy2(ROOT / f"docs/examples/{name}.{end}", tmp_path)
+def test_recipes_train(name, options, run_cli, tmp_path):
+    for file in (ROOT / "docs/examples").glob(f"{name}.*"):
+        shutil.copy2(file, tmp_path)
     few = ["--trainer.limit_train_batches=2", "--trainer.max_epochs=1"]
     code, output = run_cli("fit", f"--config={name}.yaml", *few, *options)
     assert code == 0, output
     if name == "gan":
         assert "distance" in output
         assert len(list(tmp_path.rglob("samples/epoch_000.png"))) == 1
+    if name == "faster_rcnn":
+        assert "sampled at random" in output
+        assert "val_map_50" in output
