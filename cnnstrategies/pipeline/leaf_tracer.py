@@ -57,6 +57,24 @@ class TracedValue(fx.Proxy):
     __index__ = __int__
 
 
+@contextmanager
+def _tensors_in_torchscript() -> Iterator[None]:
+    """Return a context in which ``torch.jit.isinstance`` counts proxies as tensors.
+
+    MONAI's ``UpCat`` leaves out the features of the encoder if they are not tensors.
+    """
+    original: Callable[[Any, Any], bool] = torch.jit.isinstance
+
+    def answer(value: Any, kind: Any) -> bool:
+        return kind is Tensor if isinstance(value, fx.Proxy) else original(value, kind)
+
+    torch.jit.isinstance = answer
+    try:
+        yield
+    finally:
+        torch.jit.isinstance = original
+
+
 class LeafTracer(fx.Tracer):
     """A tracer that makes one node of each torch.nn layer, without tracing into the layer.
 
@@ -106,6 +124,7 @@ class LeafTracer(fx.Tracer):
             # A copy of a network is traced in a context without functions of classes. Proxies have such functions.
             with (
                 with_functions(),
+                _tensors_in_torchscript(),
                 self._noted_contexts(),
                 self.own_code.noted(root),
                 applied_functions(self._applied),

@@ -274,6 +274,21 @@ def test_functions_of_einops_become_nodes(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(trace(Rearranged())(images), Rearranged()(images))
 
 
+class MayJoin(nn.Module):
+    """A network that joins features if they are tensors, as a layer of MONAI's BasicUNet does."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = images.relu()
+        joins = features is not None and torch.jit.isinstance(features, Tensor)
+        return torch.cat([images, features], 1) if joins else images
+
+
+def test_values_are_tensors_for_torchscript() -> None:
+    images, original = torch.randn(2, 3, 4), torch.jit.isinstance
+    assert torch.equal(trace(MayJoin())(images), MayJoin()(images))
+    assert torch.jit.isinstance is original
+
+
 class Shared(nn.Module):
     """A network that uses parameters twice and uses a value under its first name after an in-place change."""
 
