@@ -53,9 +53,13 @@ class SimCLR(LightningModule):
 
 
 class MoCo(SimCLR):
-    """MoCo (He et al. 2020): a queue has the negatives, which an average of the encoder has embedded."""
+    """MoCo (He et al. 2020): an average of the encoder embeds the negatives, which are in a queue.
 
-    def __init__(self, queue: int = 512, momentum: float = 0.95, temperature: float = 0.2, lr: float = 0.002) -> None:
+    The other images of the batch are negatives as well, as in the paper's third version (Chen et al. 2021). Without
+    them the encoder has no negatives of its own kind in the first steps, and does not recover within a few epochs.
+    """
+
+    def __init__(self, queue: int = 128, momentum: float = 0.95, temperature: float = 0.1, lr: float = 0.002) -> None:
         super().__init__(temperature, lr)
         self.momentum = momentum
         self.average = copy.deepcopy(self.encoder).requires_grad_(False)
@@ -68,9 +72,8 @@ class MoCo(SimCLR):
                 slow.lerp_(fast, 1 - self.momentum)
             keys = F.normalize(self.average(view(images)), dim=1)
         queries = F.normalize(self.encoder(view(images)), dim=1)
-        positive = (queries * keys).sum(dim=1, keepdim=True)
-        logits = torch.cat([positive, queries @ self.queue.T], dim=1) / self.temperature
-        loss = F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.int64, device=self.device))
+        logits = queries @ torch.cat([keys, self.queue]).T / self.temperature
+        loss = F.cross_entropy(logits, torch.arange(len(images), device=self.device))
         self.queue = torch.cat([keys, self.queue])[: len(self.queue)]
         self.log("train_loss", loss)
         return loss
