@@ -12,6 +12,9 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "hybrid_pipeline": {
+        "monai.DynUNet, deep supervision, volumes": (
+            "its layers write the outputs of deep supervision into a list that they share, and forward reads the list."
+        ),
         "torchgeo.BYOLTask": (
             "its two networks share a backbone. Hooks on a layer of it compute with the projectors of both, and store "
             "the results in attributes, from which other code reads them. These tensors belong to several stages."

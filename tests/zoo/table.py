@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.zoo.detectors import DETECTORS
 from tests.zoo.examples import LIGHTLY, METRIC_LEARNING
+from tests.zoo.medical import MONAI
 from tests.zoo.modules import TORCHGEO, UNCERTAINTY
 from tests.zoo.networks import NETWORKS
 from tests.zoo.refusals import REFUSED
@@ -15,9 +16,9 @@ from tests.zoo.trial import RESULTS, STRATEGIES
 
 PACKAGES = (
     *("torch", "lightning", "torchvision", "timm", "torchgeo", "lightly", "torch-uncertainty"),
-    *("segmentation-models-pytorch", "pytorch-metric-learning"),
+    *("segmentation-models-pytorch", "pytorch-metric-learning", "monai"),
 )
-TOTAL = sum(map(len, (NETWORKS, DETECTORS, TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY)))
+TOTAL = sum(map(len, (NETWORKS, DETECTORS, TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY, MONAI)))
 HEAD = """# The zoo
 
 Published networks and modules, each trained for two steps in float64 by [`verify`](../docs/verify.md) under four
