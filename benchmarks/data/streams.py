@@ -9,6 +9,9 @@ the samples of each batch. A sample that a process repeats with weight 0, so tha
 batches, is not noted. The hash is that of the sorted numbers; it differs if a sample is missing or used twice. In the
 last column process 1 is killed with SIGKILL in the fourth batch under `ddp_balanced`, and the run continues from the
 checkpoint after the second batch: with three processes, or with two if the stream divides its samples among them.
+
+The second table has killed runs under other strategies. `hybrid_pipeline` has two stages and continues with two
+replicas of the first one; `spatial` continues with four processes, which are two groups.
 """
 
 import datetime
@@ -21,7 +24,7 @@ import tempfile
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from cnnstrategies.strategies import BalancedDDPStrategy
+from cnnstrategies.strategies import (
+    BalancedDDPStrategy,
+    HybridPipelineStrategy,
+    ParameterServerStrategy,
+    SpatialStrategy,
+)
+from cnnstrategies.strategies.protocol import facts_of
 
 SIZE, BATCH, LIMIT = 46, 4, 120.0
 WORKERS = (0, 2, 4)
@@ -75,6 +84,7 @@ def web_dataset(folder: Path) -> Any:
     return webdataset.WebDataset(str(folder / "{0..3}.tar"), **options).map(lambda row: {"number": int(row["__key__"])})
 
 
+LOADER = "LitData, `StreamingDataLoader`"
 # By name: the data set, the class of its loader, and whether another number of processes can continue.
 STREAMS: dict[str, tuple[Callable[[Path], Any], Any, bool]] = {
     "plain `IterableDataset`": (lambda folder: Plain(), DataLoader, True),
@@ -84,10 +94,27 @@ STREAMS: dict[str, tuple[Callable[[Path], Any], Any, bool]] = {
     "plain, `StatefulDataLoader`": (lambda folder: Plain(), StatefulDataLoader, True),
     "WebDataset, `split_by_node`": (web_dataset, DataLoader, False),
     "LitData": (lambda folder: litdata.StreamingDataset(str(folder / "lit")), DataLoader, False),
+    LOADER: (
+        lambda folder: litdata.StreamingDataset(str(folder / "lit"), drop_last=False),
+        litdata.StreamingDataLoader,
+        False,
+    ),
 }
+OF_STRATEGIES = ("plain, `StatefulDataLoader`", LOADER)
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "Lightning's `ddp` alone": lambda: "ddp_fork",
     "`ddp_balanced`": lambda: BalancedDDPStrategy(start_method="fork"),
+}
+# By name: the strategy of the run that is killed, that of the run that continues, and its number of processes.
+KILLED: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
+    "`ddp_balanced`": (*[STRATEGIES["`ddp_balanced`"]] * 2, 3),
+    "`hybrid_pipeline`": (
+        lambda: HybridPipelineStrategy(stages=2, start_method="fork"),
+        lambda: HybridPipelineStrategy(replicas=[2, 1], start_method="fork"),
+        3,
+    ),
+    "`parameter_server`": (*[lambda: ParameterServerStrategy(start_method="fork")] * 2, 3),
+    "`spatial`": (*[lambda: SpatialStrategy(parts=2, start_method="fork")] * 2, 4),
 }
 
 
@@ -98,7 +125,7 @@ def number_row(number: int) -> dict[str, int]:
 
 def collate(rows: list[dict[str, int]]) -> Any:
     """Return a batch of values, targets and numbers."""
-    images = [torch.sin(torch.arange(4.0) * (1 + row["number"])) for row in rows]
+    images = [torch.sin(torch.arange(16.0).view(1, 4, 4) * (1 + row["number"])) for row in rows]
     return default_collate([(image, row["number"] % 2, row["number"]) for image, row in zip(images, rows, strict=True)])
 
 
@@ -108,7 +135,9 @@ class Noted(LightningModule):
     def __init__(self, make: Callable[[], Any], notes: Path, killed_in: int) -> None:
         super().__init__()
         self.make, self.notes, self.killed_in = make, notes, killed_in
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.example_input_array = torch.zeros(1, 1, 4, 4)
+        layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)]
+        self.net = nn.Sequential(*layers)
 
     def train_dataloader(self) -> Any:
         """Return a loader of the stream."""
@@ -119,9 +148,16 @@ class Noted(LightningModule):
         rank, loader = self.trainer.global_rank, self.trainer.train_dataloader
         if index == self.killed_in and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if not hasattr(loader, "own_count") or loader.own_count(index):
+        line = " ".join(map(str, [index, *batch[2].tolist()]))  # All ranks of a pipeline must read a tensor alike.
+        facts = facts_of(self.trainer.strategy)
+        if facts.has_global_batches:
+            notes = rank == 0
+        else:
+            counts = not hasattr(loader, "own_count") or loader.own_count(index) > 0
+            notes = counts and rank % facts.ranks_per_batch == 0
+        if notes:
             with (self.notes / str(rank)).open("a") as file:
-                file.write(" ".join(str(int(number)) for number in [index, *batch[2]]) + "\n")
+                file.write(line + "\n")
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         """Return the loss."""
@@ -161,7 +197,7 @@ def run(strategy: Callable[[], Any], devices: int, make: Any, killed_in: int = -
 
 def noted(notes: Path, before: int = SIZE) -> Counter[int]:
     """Return how often each sample was used in the batches before a batch."""
-    rows = [[*map(int, line.split())] for rank in range(3) for line in _lines(notes / str(rank))]
+    rows = [[*map(int, line.split())] for rank in range(4) for line in _lines(notes / str(rank))]
     return Counter(number for index, *numbers in rows if index < before for number in numbers)
 
 
@@ -177,18 +213,44 @@ def digest(numbers: Counter[int]) -> str:
     return f"{text} ({', '.join(faults)})" if faults else text
 
 
-def cell(stream: str, strategy: str | None, workers: int, folder: Path) -> str:
-    """Return a cell of the table. If no strategy is named, a process is killed."""
+def cell(stream: str, strategy: str, workers: int, folder: Path, is_killed: bool) -> str:
+    """Return a cell of a table."""
     data, kind, can_change = STREAMS[stream]
 
     def make() -> Any:
-        return kind(data(folder), BATCH, num_workers=workers, collate_fn=collate)
+        return kind(data(folder), batch_size=BATCH, num_workers=workers, collate_fn=collate)
 
-    if strategy is not None:
-        return digest(noted(run(STRATEGIES[strategy], 2, make)))
-    killed = run(STRATEGIES["`ddp_balanced`"], 2, make, killed_in=3)
-    then = run(STRATEGIES["`ddp_balanced`"], 3 if can_change else 2, make, path=killed / "step=2.ckpt")
-    return digest(noted(killed, before=2) + noted(then))
+    try:
+        if not is_killed:
+            return digest(noted(run(STRATEGIES[strategy], 2, make)))
+        first, second, devices = KILLED[strategy]
+        killed = run(first, 2, make, killed_in=3)
+        if not (killed / "step=2.ckpt").exists():
+            raise RuntimeError((killed / "output").read_text())
+        options: Any = (second, devices) if can_change else (first, 2)
+        return digest(noted(killed, before=2) + noted(run(*options, make, path=killed / "step=2.ckpt")))
+    except RuntimeError as error:
+        return "refused" if "ConfigurationError" in str(error) else "ends with an error"
+    except TimeoutError:
+        return f"does not end in {LIMIT:.0f} s"
+
+
+def table(streams: Sequence[str], columns: Sequence[tuple[str, str, bool]], folder: Path) -> list[str]:
+    """Return the lines of a table.
+
+    Args:
+        streams: Names of the streams.
+        columns: For each column its heading, the strategy, and whether a process is killed.
+        folder: Folder of the data sets.
+    """
+    lines = ["| Stream | Workers |" + "".join(f" {heading} |" for heading, _, _ in columns)]
+    lines.append("|---" * (2 + len(columns)) + "|")
+    for stream in streams:
+        for workers in WORKERS:
+            cells = [cell(stream, strategy, workers, folder, is_killed) for _, strategy, is_killed in columns]
+            lines.append("| " + " | ".join([stream, str(workers), *cells]) + " |")
+            print(lines[-1], flush=True)
+    return lines
 
 
 def write_data(folder: Path) -> None:
@@ -209,21 +271,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp())
     write_data(folder)
-    columns = [*STRATEGIES, "`ddp_balanced`, killed"]
-    lines = ["| Stream | Workers |" + "".join(f" {name} |" for name in columns), "|---" * (2 + len(columns)) + "|"]
-    for stream in STREAMS:
-        for workers in WORKERS:
-            cells = []
-            for strategy in [*STRATEGIES, None]:
-                try:
-                    cells.append(cell(stream, strategy, workers, folder))
-                except RuntimeError as error:
-                    print(error)
-                    cells.append("ends with an error")
-                except TimeoutError:
-                    cells.append(f"does not end in {LIMIT:.0f} s")
-            lines.append("| " + " | ".join([stream, str(workers), *cells]) + " |")
-            print(lines[-1], flush=True)
+    columns = [(name, name, False) for name in STRATEGIES] + [("`ddp_balanced`, killed", "`ddp_balanced`", True)]
+    others = [(f"{name}, killed", name, True) for name in list(KILLED)[1:]]
+    tables = [table(list(STREAMS), columns, folder), table(OF_STRATEGIES, others, folder)]
     names = ("torch", "lightning", "datasets", "torchdata", "webdataset", "litdata")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     about = (__doc__ or "").split("beside this file.\n\n")[1].strip()
@@ -233,7 +283,7 @@ def main() -> None:
         f"The hash of {SIZE} samples that are used once each is `{expected}`.\n",
         f"- {datetime.datetime.now(datetime.UTC).date()}; {versions}\n",
     ]
-    Path(__file__).with_suffix(".md").write_text("\n".join([*text, *lines]) + "\n")
+    Path(__file__).with_suffix(".md").write_text("\n".join([*text, *tables[0], "", *tables[1]]) + "\n")
 
 
 if __name__ == "__main__":
