@@ -82,7 +82,8 @@ def main() -> None:
             count = len(values)
             chosen = [values[count // 4 - 1], values[count // 2 - 1], values[-1]]
             rows.append((name, str(count), *(f"{value:.3f}" for value in chosen), f"{seconds:.0f}"))
-    text = f"{__doc__}\nProcessor seconds are those of all processes, with their start."
+    seconds_of = "rank 0's process and of the processes that it waits for, with their start"
+    text = f"{__doc__}\nProcessor seconds are those of {seconds_of}."
     report(HERE.with_suffix(".md"), "A detector on shapes", text, rows)
 
 
