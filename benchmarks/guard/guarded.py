@@ -15,10 +15,12 @@ from programs import Program
 from cnnstrategies.callbacks import Guard
 from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.guarding.findings import Finding
+from cnnstrategies.guarding.loading import watch_loading
 from cnnstrategies.verifying.runs import QUIET, forked
 
 EVERY = 20  # Number of steps from one check of the guard to the next.
 SECONDS = 300.0  # Time limit of a run.
+watch_loading()  # Programs make their modules before the callback.
 
 
 class KeepFindings(Callback):

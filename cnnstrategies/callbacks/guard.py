@@ -30,7 +30,6 @@ from cnnstrategies.strategies.protocol import FINDING, StrategyFacts, facts_of
 
 EXIT_CODE = 3  # Exit code of a run that a finding has stopped.
 MOST_KEYS = 8  # Number of findings of a rank of which the other ranks learn at a check.
-watch_loading()  # A script imports this callback before it loads weights.
 
 
 class Guard(Callback):
@@ -64,6 +63,7 @@ class Guard(Callback):
             if value < 1:
                 raise ConfigurationError(f"{name}={value}: use 1 step or more, for example 100")
         self.on_finding, self.every, self.replay_every = on_finding, every, replay_every
+        watch_loading()
         self._reset()
 
     def _reset(self) -> None:

@@ -50,6 +50,7 @@ from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.guarding.loading import watch_loading
 from cnnstrategies.identity import StrangerError, configuration_digest
 from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
@@ -220,6 +221,8 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        if config.guard is not False:
+            watch_loading()  # The module may load weights in its constructor, before the callback exists.
         check_checkpoint(
             config.ckpt_path,
             keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS,
