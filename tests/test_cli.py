@@ -267,6 +267,23 @@ class Lit(LightningModule):
 """
 
 
+WITHOUT_ARGUMENTS = """
+from torch import nn
+from cnnstrategies import ImageClassifier
+
+class Whole(ImageClassifier):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 10)
+"""
+
+
+def test_a_classifier_of_the_user_may_have_no_arguments(run_cli, quick):
+    Path("mine.py").write_text(WITHOUT_ARGUMENTS)
+    options = ["--trainer.devices=1", "--trainer.strategy=auto", "--trainer.fast_dev_run=true"]
+    code, output = run_cli("fit", *quick, *options, "--model=mine.Whole")
+    assert code == 0, output
+
+
 def test_a_module_with_its_own_loaders_needs_no_data(run_cli):
     Path("mine.py").write_text(OWN_LOADERS)
     words = ["--model=mine.Lit", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.fast_dev_run=true"]

@@ -270,7 +270,7 @@ class CLI(LightningCLI):
         if not isinstance(self.model, NetworkModule) or not isinstance(self.datamodule, ImageDataModule):
             return
         config = self.config[self.subcommand] if self.subcommand else self.config
-        network = config.model.init_args.get("network")
+        network: Any = (config.model.get("init_args") or {}).get("network")  # A class may have no arguments.
         builder, arguments = "", {}
         if hasattr(network, "class_path"):
             builder = network.class_path
