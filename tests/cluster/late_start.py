@@ -1,4 +1,4 @@
-"""Command line whose rank 0 waits for a file before it starts: ``python -m cluster.late_start FILE fit ...``.
+"""Command line whose rank 0 waits for a file before it starts: ``python -m tests.cluster.late_start FILE fit ...``.
 
 Each rank first creates an empty file, whose name contains the id of torchrun's launch and the rank.
 """

@@ -65,7 +65,7 @@ def test_two_torchruns_with_one_endpoint_train_apart(tmp_path: Path) -> None:
 
     def start(name: str, epochs: int) -> Program:
         _, _, *arguments = fit(f"--run_name={name}", f"--trainer.max_epochs={epochs}", *BATCHES)
-        program = ("-m", "cluster.late_start", str(awaited[name]), *arguments)
+        program = ("-m", "tests.cluster.late_start", str(awaited[name]), *arguments)
         words = [*torchrun, endpoint, f"--rdzv-id={name}", *program]
         return Program(words, tmp_path / name, PYTHONPATH=os.pathsep.join(sys.path))
 
