@@ -33,9 +33,11 @@ class ConstantBatches(StepReader):
     @override
     def begin_batch(self, batch: Any, index: int) -> None:
         """Record a batch, if it is one of the first and large enough."""
-        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         self._targets = None
-        if len(self._equal) == RECORDED or not leaves or leaves[0].dim() < 3 or len(leaves[0]) < SMALLEST:
+        if len(self._equal) == RECORDED:
+            return
+        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        if not leaves or leaves[0].dim() < 3 or len(leaves[0]) < SMALLEST:
             return
         images, targets = leaves[0], leaves[1] if len(leaves) > 1 else leaves[0]
         self._equal.append((images == images[:1]).all())

@@ -1,6 +1,6 @@
 """Recorder of training steps: it observes each event of a step once, and tells all readers of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -58,6 +58,10 @@ class StepRecorder:
 
     def __init__(self, readers: Sequence[StepReader] = (), optimizers: Sequence[Optimizer] = ()) -> None:
         self._readers = readers
+        self._begin_batch, self._before_backward, self._before_step, self._after_step_of, self._end_batch = (
+            _methods(readers, name)
+            for name in ("begin_batch", "before_backward", "before_step", "after_step", "end_batch")
+        )
         self._followers: list[StepReader] = []
         self._call_hooks: list[RemovableHandle] = []
         self._step_hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
@@ -73,7 +77,8 @@ class StepRecorder:
         _remove(self._call_hooks)
         for reader in self._readers:
             reader.step = steps + 1
-            reader.begin_batch(batch, index)
+        for begin_batch in self._begin_batch:
+            begin_batch(batch, index)
         self._followers = [reader for reader in self._readers if reader.follows_calls]
         if self._followers:
             self._call_hooks.append(register_module_forward_pre_hook(self._before_call))
@@ -81,21 +86,22 @@ class StepRecorder:
 
     def before_backward(self, loss: Any) -> None:
         """Tell readers about a loss."""
-        for reader in self._readers:
-            reader.before_backward(loss)
+        for before_backward in self._before_backward:
+            before_backward(loss)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Tell readers that an optimizer is going to make a step."""
-        for reader in self._readers:
-            reader.before_step(optimizer)
+        for before_step in self._before_step:
+            before_step(optimizer)
 
     def end_batch(self, outputs: Any) -> None:
         """Tell readers about the outputs of the training step."""
         self._followers = [reader for reader in self._followers if reader.follows_to_next]
         if not self._followers:
             _remove(self._call_hooks)
-        for reader in self._readers:
-            reader.end_batch(loss_of(outputs))
+        loss = loss_of(outputs)
+        for end_batch in self._end_batch:
+            end_batch(loss)
 
     def end(self) -> None:
         """Remove the hooks."""
@@ -113,13 +119,18 @@ class StepRecorder:
         return output
 
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        for reader in self._readers:
-            reader.after_step(optimizer)
+        for after_step in self._after_step_of:
+            after_step(optimizer)
 
 
 def loss_of(outputs: Any) -> Any:
     """Return the loss among the outputs of a training step."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+
+
+def _methods(readers: Sequence[StepReader], name: str) -> list[Callable[..., Any]]:
+    """Return a method of the readers whose classes have written it, because each call takes time in each step."""
+    return [getattr(reader, name) for reader in readers if getattr(type(reader), name) is not getattr(StepReader, name)]
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
