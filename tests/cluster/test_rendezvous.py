@@ -194,7 +194,8 @@ def test_under_torchrun_each_start_of_each_run_has_its_own_store() -> None:
 
     def start(name: str) -> int:
         members = [Member(name, rank, agent.port, meet) for rank in (1, 0)]
-        (port, main), (other, _) = (member.result() for member in members)
+        # If rank 0 fails, rank 1 does not find it. So an error of rank 0 is read first.
+        (port, main), (other, _) = (member.result() for member in reversed(members))
         assert port == main == other
         for member in members:
             member.end()

@@ -139,6 +139,7 @@ def scaling(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.cluster  # Takes 20 s of processor time.
 @pytest.mark.warm
 def test_planted_causes_are_named_with_their_seconds(scaling, tmp_path):
     """The runs have one process and a pipeline of two stages, in which both ranks see the whole batch."""

@@ -39,7 +39,8 @@ class Mutant:
         killed_by: The test that must fail.
         noticed_by: Exceptions that the failing test may raise.
         arguments: Arguments of the test that are not fixtures, by parameter name.
-        takes_long: Whether the test takes more than 0.3 s of processor time. `make mutants` runs these mutants.
+        takes_long: Whether the test takes more than 0.3 s of processor time, or depends on time. `make mutants` runs
+            these mutants.
     """
 
     name: str

@@ -14,8 +14,8 @@ from cnnstrategies import DetectionModule
 from tests.zoo.modules import SIZE, Boxes
 from tests.zoo.trial import CLASSES, Entry, part_of, try_all
 
-# By name: whether the loss is a mean over images. Faster R-CNN is left out, because it samples boxes at random, and SSD300
-# with VGG-16, because it takes too long; the tests of the package train a smaller SSD.
+# By name: whether the loss is a mean over images. Faster R-CNN is left out, because it samples boxes at random, and
+# SSD300 with VGG-16, because it takes too long; the tests of the package train a smaller SSD.
 DETECTORS = {
     "retinanet_resnet50_fpn": True,
     "retinanet_resnet50_fpn_v2": True,
