@@ -28,7 +28,7 @@ from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.worker.worker import WorkerRole
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.parameter_server.step import Stepper
-from tests.conftest import ROOT
+from tests.conftest import ROOT, quiet_trainer
 from tests.paramserver.simulation import traces
 from tests.paramserver.simulation.run import play
 
@@ -122,17 +122,7 @@ def test_the_life_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2))
     strategy = HybridPipelineStrategy(replicas=[1, 1], cuts=["2"], microbatches=2, start_method="fork")
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=Notes(),
-    )
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=Notes())
     data = TensorDataset(torch.randn(16, 3, 2, 2), torch.randint(2, (16,)))
     trainer.fit(ImageClassifier(network, 2, partial(torch.optim.SGD, lr=0.1)), DataLoader(data, 8))
     check(listed_functions("The life of a batch"), Path("calls").read_text().split())

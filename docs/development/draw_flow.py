@@ -34,6 +34,7 @@ from cnnstrategies.paramserver.worker.worker import WorkerRole
 from cnnstrategies.strategies import HybridPipelineStrategy, SpatialStrategy
 
 sys.path.append(str(Path(__file__).parents[2]))
+from tests.conftest import quiet_trainer
 from tests.paramserver.simulation import traces
 from tests.paramserver.simulation.run import play
 
@@ -136,17 +137,7 @@ def trained(strategy: Strategy, devices: int) -> list[Event]:
     network = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 2)
     )
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=Recording(),
-    )
+    trainer = quiet_trainer(strategy, devices, max_epochs=1, callbacks=Recording())
     data = TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(2, (64,)))
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
