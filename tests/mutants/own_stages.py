@@ -7,19 +7,19 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import own_stage_alone
 from cnnstrategies.strategies.hybrid_pipeline.start_values import share_among_replicas
 from tests.mutants.faulty import removes, replaces
 from tests.placed import test_registration
-from tests.strategies import test_whole_step_own_stage
+from tests.strategies import test_own_stage
 
 removes(
     own_stage_alone,
     "each rank builds the whole network",
-    killed_by=test_whole_step_own_stage.test_replicas_start_equal_and_refusals_name_what_a_rank_cannot_build_or_save,
+    killed_by=test_own_stage.test_replicas_start_equal_and_refusals_name_what_a_rank_cannot_build_or_save,
     gives=contextlib.nullcontext([]),
     takes_long=True,
 )
 removes(
     share_among_replicas,
     "the replicas of a stage start with different random values",
-    killed_by=test_whole_step_own_stage.test_replicas_start_equal_and_refusals_name_what_a_rank_cannot_build_or_save,
+    killed_by=test_own_stage.test_replicas_start_equal_and_refusals_name_what_a_rank_cannot_build_or_save,
     takes_long=True,
 )
 

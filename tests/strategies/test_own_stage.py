@@ -13,7 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline import placed_module
 from tests.conftest import quiet_trainer
 from tests.runner.ranks import run_apart, run_ranks
 
@@ -82,6 +84,24 @@ class AnotherEachTime(Module):
         return nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(type(self).count + 3)))
 
 
+class Teacher(Module):
+    """A module with a scale outside of the network, a teacher made in `configure_model`, and a loss of both."""
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            super().configure_model()
+            self.teacher = self.build().requires_grad_(False)
+            self.scale = nn.Parameter(torch.rand(()) + self.network[3].bias.detach().sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.network(batch[0])
+        loss = F.cross_entropy(outputs, batch[1]) + self.scale * F.mse_loss(outputs, self.teacher(batch[0]))
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        for slow, fast in zip(self.teacher.parameters(), self.network.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.1)
+        return loss
+
+
 def loader() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(32, 1, 6, 6, generator=generator, dtype=torch.float64)
@@ -95,7 +115,7 @@ def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> T
     if replicas:
         unequal = {"microbatches": replicas[0] ** 2, "shares": [3, *[1] * (sum(replicas) - 1)]}
         options = {"cuts": ["1", "3"][: len(replicas) - 1], **unequal, **options}
-        strategy = HybridPipelineStrategy(replicas=replicas, **options)
+        strategy = HybridPipelineStrategy(replicas=replicas, submodule="network", **options)
     return quiet_trainer(
         strategy,
         sum(replicas) or 1,
@@ -105,27 +125,6 @@ def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> T
         enable_checkpointing=True,
         use_distributed_sampler=False,
     )
-
-
-def fit(
-    replicas: list[int], epochs: int, norm: bool, name: str, resume: str | None = None
-) -> tuple[Any, Any, set[str]]:
-    """Fit, then validate the last checkpoint.
-
-    Returns:
-        The metrics of fit, the loss of the validation, and the names of the parameters that this rank holds.
-    """
-    module, trainer = Module(norm), trainer_of(replicas, epochs, name)
-    trainer.fit(module, loader(), loader(), ckpt_path=resume)
-    held = {name for name, parameter in module.named_parameters() if not parameter.is_meta}
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    (again,) = trainer.validate(module, loader(), ckpt_path=f"{name}/last.ckpt", verbose=False)
-    return logged, again["val_loss"], held
-
-
-def first_run(folder: Path, replicas: list[int], norm: bool) -> Any:
-    torch.manual_seed(7)
-    return fit(replicas, 2, norm, f"{folder}/{replicas}")
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -140,26 +139,116 @@ def saved(name: str) -> dict[str, Any]:
     }
 
 
-def test_stages_that_are_built_separately_equal_one_process(tmp_path: Path) -> None:
-    expected = run_apart(first_run, tmp_path, [], True)
-    ranks = run_ranks(3, first_run, tmp_path, [1, 1, 1], True)
-    assert_same(saved(f"{tmp_path}/[1, 1, 1]"), saved(f"{tmp_path}/[]"))
-    for logged, again, _ in ranks:
-        assert_same((logged, again), expected[:2])
-    held = [names for *_, names in ranks]
-    assert set.union(*held) == expected[2]
-    assert sum(map(len, held)) == len(expected[2]), "no two ranks hold the same parameter"
+def held_by(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if not parameter.is_meta}
 
 
-def go_on(folder: Path, replicas: list[int]) -> Any:
-    return fit(replicas, 3, False, f"{folder}/on {replicas}", f"{folder}/[]/last.ckpt")
+def fit(module: Module, replicas: list[int], epochs: int, name: str, resume: str | None = None) -> Any:
+    """Return the metrics of a fit, and the names of the parameters that this rank then holds."""
+    trainer = trainer_of(replicas, epochs, name)
+    trainer.fit(module, loader(), ckpt_path=resume)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, held_by(module)
 
 
-@pytest.mark.cluster  # This test takes long.
-def test_replicas_resume_from_a_checkpoint_of_one_process(tmp_path: Path) -> None:
-    run_apart(first_run, tmp_path, [], False)
-    expected = run_apart(go_on, tmp_path, [])
-    ranks = run_ranks(3, go_on, tmp_path, [2, 1])
-    assert_same(saved(f"{tmp_path}/on [2, 1]"), saved(f"{tmp_path}/on []"))
-    for logged, again, _ in ranks:
-        assert_same((logged, again), expected[:2])
+def fit_and_validate(module: Module, replicas: list[int], name: str) -> Any:
+    """Fit, validate what the fit has left, and validate the last checkpoint.
+
+    Returns:
+        The metrics of fit with the loss of the validations, and the names of the parameters that this rank holds.
+    """
+    trainer = trainer_of(replicas, 2, name)
+    trainer.fit(module, loader(), loader())
+    held = held_by(module)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    (now,) = trainer.validate(module, loader(), verbose=False)
+    (again,) = trainer.validate(module, loader(), ckpt_path=f"{name}/last.ckpt", verbose=False)
+    assert held_by(module) == held
+    assert_same(now["val_loss"], again["val_loss"])
+    return {**logged, "validated": now["val_loss"]}, held
+
+
+def start(folder: Path, norm: bool) -> None:
+    torch.manual_seed(9)
+    fit(Module(norm), [], 1, f"{folder}/start")
+
+
+def run(folder: Path, replicas: list[int], norm: bool, how: str) -> Any:
+    """Fit and validate, go on from a checkpoint of one process, or train with a teacher."""
+    torch.manual_seed(7)
+    placed_module.SMALL = 64  # So that parts of checkpoints are received in files.
+    match how:
+        case "fit":
+            return fit_and_validate(Module(norm), replicas, f"{folder}/{replicas}")
+        case "resume":
+            return fit(Module(norm), replicas, 2, f"{folder}/{replicas}", f"{folder}/start/last.ckpt")
+        case _:
+            return fit(Teacher(), replicas, 1, f"{folder}/{replicas}")
+
+
+# Replicas need several microbatches, in which batch normalisation would have other statistics.
+@pytest.mark.parametrize(
+    ("replicas", "norm", "how"),
+    [
+        ([1, 1, 1], True, "fit"),
+        pytest.param([1, 1, 1], True, "resume", marks=pytest.mark.cluster),
+        pytest.param([1, 1, 1], False, "teacher", marks=pytest.mark.cluster),
+        pytest.param([2, 1], False, "resume", marks=pytest.mark.cluster),
+        pytest.param([2, 1], False, "teacher", marks=pytest.mark.cluster),
+    ],
+    ids=str,
+)
+def test_stages_that_are_built_separately_equal_one_process(
+    tmp_path: Path, replicas: list[int], norm: bool, how: str
+) -> None:
+    if how == "resume":
+        run_apart(start, tmp_path, norm)
+    expected, names = run_apart(run, tmp_path, [], norm, how)
+    ranks = run_ranks(sum(replicas), run, tmp_path, replicas, norm, how)
+    assert_same(saved(f"{tmp_path}/{replicas}"), saved(f"{tmp_path}/[]"))
+    for logged, _ in ranks:
+        assert_same(logged, expected)
+    held = [names for _, names in ranks]
+    assert set.union(*held) == names
+    of_stages = [{name for name in part if name.startswith(("network", "teacher"))} for part in held]
+    if replicas == [1, 1, 1]:
+        assert sum(map(len, of_stages)) == len(set.union(*of_stages)), "no two ranks hold the same parameter"
+
+
+def refused(module: LightningModule, **options: Any) -> str:
+    trainer = trainer_of([2, 1], 1, "never", **options)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(module, loader())
+    return str(caught.value)
+
+
+def test_options_that_need_the_whole_network_are_refused_first() -> None:
+    assert "name the cuts, or build it in __init__" in refused(Module(), cuts=None)
+    assert "use start_method popen" in refused(Module(), start_method="fork")
+    assert "OnMetaAtOnce.network.0.weight is on the meta device" in refused(OnMetaAtOnce())
+
+
+def own_part(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Fit with a different seed on each rank.
+
+    Returns:
+        The parameters that a rank then holds, and error messages of later calls.
+    """
+    torch.manual_seed(dist.get_rank())
+    module, trainer = Module(), trainer_of([2, 1], 1, f"{folder}/drawn")
+    trainer.fit(module, loader())
+    part = {name: parameter.detach() for name, parameter in module.named_parameters() if not parameter.is_meta}
+    with pytest.raises(ConfigurationError) as late:
+        trainer.save_checkpoint("late.ckpt")
+    return part, [str(late.value), *(refused(module) for module in (OnMeta(), AnotherEachTime()))]
+
+
+def test_replicas_start_equal_and_refusals_name_what_a_rank_cannot_build_or_save(tmp_path: Path) -> None:
+    (first, messages), (second, _), (last, _) = run_ranks(3, own_part, tmp_path)
+    assert first.keys() == second.keys()
+    assert first.keys().isdisjoint(last)
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+    late, on_meta, another = messages
+    assert "let ModelCheckpoint save it during fit" in late
+    assert "on the meta device: build it without torch.device('meta')" in on_meta
+    assert "AnotherEachTime.configure_model builds a different network each time" in another
