@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Block, Classifier, StemBodyHead, case, classifier
 
 
 @case()
@@ -84,8 +84,7 @@ class Reversible(nn.Module):
 
 @case()
 class ReversibleBlocks(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(Reversible)
+    block = Reversible
 
 
 class Reentrant(nn.Module):
@@ -99,8 +98,7 @@ class Reentrant(nn.Module):
 
 @case()
 class ReentrantCheckpoint(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(Reentrant)
+    block = Reentrant
 
 
 class ShakeFunction(torch.autograd.Function):
@@ -123,8 +121,7 @@ class Shaken(Block):
 
 @case(microbatches=1)
 class ShakeShake(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(Shaken)
+    block = Shaken
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         order = torch.randperm(len(x))
@@ -176,23 +173,21 @@ class Scores:
     name: str = "scores"
 
 
-class DomainNet(nn.Module):
+class DomainNet(StemBodyHead):
     """A network whose own forward reverses gradients, and returns a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.body = nn.Conv2d(3, 8, 3, 2, 1), Block()
-        self.classes, self.domains = nn.Linear(8, CLASSES), nn.Linear(8, 2)
+        self.domains = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Scores:
         features = self.body(self.stem(x)).mean((2, 3))
-        return Scores(self.classes(features), self.domains(Reverse.apply(features, 0.5)), features)
+        return Scores(self.head(features), self.domains(Reverse.apply(features, 0.5)), features)
 
 
 @case(cuts=("stem", "body"))
 class ReversedGradients(Classifier):
-    def network(self) -> nn.Module:
-        return DomainNet()
+    network = DomainNet
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         scores = self.net(x)

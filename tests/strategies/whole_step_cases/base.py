@@ -133,8 +133,27 @@ def dense(channels: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), Block(), nn.Identity(), Block(), nn.Conv2d(8, channels, 1))
 
 
+class StemBodyHead(nn.Module):
+    """A network whose own forward calls its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 8, 3, 2, 1), Block(), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(self.stem(x)).mean((2, 3)))
+
+
 class Classifier(LightningModule):
-    """A classifier, as in a tutorial. The cases override what they do differently."""
+    """A classifier, as in a tutorial. The cases override what they do differently.
+
+    Attributes:
+        block: Class of the network's blocks.
+        middle: Class of the layer between the blocks.
+    """
+
+    block: type[nn.Module] = Block
+    middle: type[nn.Module] = nn.Identity
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +161,7 @@ class Classifier(LightningModule):
         self.history: list[float] = []
 
     def network(self) -> nn.Module:
-        return classifier()
+        return classifier(self.block, self.middle())
 
     def forward(self, x: Tensor) -> Any:
         return self.net(x)
@@ -157,3 +176,26 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class Dense(Classifier):
+    """A module whose network's output has the size of the images."""
+
+    def network(self) -> nn.Module:
+        return dense()
+
+
+class Manual(Classifier):
+    """A module that calls its optimizers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def train_with(self, loss: Tensor, *optimizers: Any) -> None:
+        """Make a step of optimizers with the gradients of a loss."""
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()

@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.strategies.whole_step_cases.base import CLASSES, Classifier, case, classifier, dense
+from tests.strategies.whole_step_cases.base import CLASSES, Classifier, Dense, case, classifier, dense
 
 
 def nt_xent(embeddings: Tensor, temperature: float = 0.5) -> Tensor:
@@ -75,10 +75,7 @@ class Arcface(Classifier):
 
 
 @case()
-class DiceOverBatch(Classifier):
-    def network(self) -> nn.Module:
-        return dense()
-
+class DiceOverBatch(Dense):
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         predicted = self.net(x).sigmoid()[:, 0]
         target = (x[:, 0] > 0).to(predicted)

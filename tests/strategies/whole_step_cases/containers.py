@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, case, classifier, dense
+from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, Dense, StemBodyHead, case, classifier
 
 
 @case()
@@ -23,29 +23,21 @@ class LearnedNormalisation(Classifier):
 
 
 @case()
-class Reconstruction(Classifier):
-    def network(self) -> nn.Module:
-        return dense()
-
+class Reconstruction(Dense):
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.net(x), x)
 
 
-class MinibatchBlock(nn.Module):
+class MinibatchBlock(Block):
     """A residual block that adds the standard deviation over the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.relu(self.conv(x)) + x.std(0, keepdim=True)
+        return super().forward(x) + x.std(0, keepdim=True)
 
 
 @case()
 class MinibatchDeviation(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(MinibatchBlock)
+    block = MinibatchBlock
 
 
 # The cases from here on are not in the reproductions or the prototypes.
@@ -69,30 +61,27 @@ class Routed(nn.Module):
 
 @case(cuts=("blocks.0", "blocks.1"))
 class RoutedLayers(Classifier):
-    def network(self) -> nn.Module:
-        return Routed()
+    network = Routed
 
     def on_after_backward(self) -> None:
         self.log_dict({f"gate_{number}": gate.item() for number, gate in enumerate(self.net.gates)})
 
 
-class Twice(nn.Module):
+class Twice(StemBodyHead):
     """A network that calls the same block twice, in one stage."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.shared = nn.Conv2d(3, 8, 3, 2, 1), Block()
-        self.middle, self.head = Block(), nn.Linear(8, CLASSES)
+        self.shared = Block()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.shared(self.shared(self.stem(x)))
-        return self.head(self.middle(x).mean((2, 3)))
+        return self.head(self.body(x).mean((2, 3)))
 
 
-@case(cuts=("stem", "middle"))
+@case(cuts=("stem", "body"))
 class SharedBlock(Classifier):
-    def network(self) -> nn.Module:
-        return Twice()
+    network = Twice
 
 
 @case(cuts=("3", "4"))
@@ -151,16 +140,13 @@ class WeightNorm(Classifier):
 
 
 @case()
-class LstmHead(Classifier):
+class LstmHead(Dense):
     """Reads the network's output as a sequence, with an LSTM outside the network."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(3, 6, batch_first=True, bidirectional=True)
         self.head = nn.Linear(12, CLASSES)
-
-    def network(self) -> nn.Module:
-        return dense()
 
     def forward(self, x: Tensor) -> Tensor:
         sequence = self.net(x).mean(2).transpose(1, 2)
@@ -200,8 +186,7 @@ class ManyOutputs(nn.Module):
 
 @case(cuts=("stem", "body"))
 class SeveralOutputs(Classifier):
-    def network(self) -> nn.Module:
-        return ManyOutputs()
+    network = ManyOutputs
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         outputs = self.net(x)
@@ -279,8 +264,7 @@ class Skips(nn.Module):
 
 @case(cuts=("down", "bottom"))
 class SmallUnet(Classifier):
-    def network(self) -> nn.Module:
-        return Skips()
+    network = Skips
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         target = x.argmax(1).masked_fill(x[:, 0] > 0.3, 255)

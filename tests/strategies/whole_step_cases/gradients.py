@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.strategies.whole_step_cases.base import Block, Classifier, case, classifier, dense
+from tests.strategies.whole_step_cases.base import Block, Classifier, Dense, Manual, case, classifier
 
 
 def normalised(gradient: Tensor) -> Tensor:
@@ -55,8 +55,7 @@ class Clipping(nn.Module):
 
 @case()
 class ClippedActivations(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(middle=Clipping())
+    middle = Clipping
 
 
 class Rounded(torch.autograd.Function):
@@ -78,8 +77,7 @@ class Quantised(nn.Module):
 
 @case()
 class StraightThrough(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(middle=Quantised())
+    middle = Quantised
 
 
 @case()
@@ -180,8 +178,7 @@ class Recomputed(nn.Module):
 
 @case()
 class CheckpointInBlocks(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(Recomputed)
+    block = Recomputed
 
 
 class AliasNet(nn.Module):
@@ -202,8 +199,7 @@ class AliasNet(nn.Module):
 
 @case(cuts=("second", "add_2"))
 class ViewChangedInPlace(Classifier):
-    def network(self) -> nn.Module:
-        return AliasNet()
+    network = AliasNet
 
 
 @case(cuts=("first", "second"), error="nearest cut")
@@ -240,21 +236,16 @@ class SkipNet(nn.Module):
 class ChangedArgument(Classifier):
     """A module changes its argument in place, which a later stage uses as well."""
 
-    def network(self) -> nn.Module:
-        return SkipNet()
+    network = SkipNet
 
 
 @case()
-class ToggledOptimizers(Classifier):
+class ToggledOptimizers(Manual, Dense):
     """Trains the network against a critic. The step begins with a change of what requires a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.critic = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(4, 1, 3, 2, 1))
-
-    def network(self) -> nn.Module:
-        return dense()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         images = batch[0]
@@ -262,15 +253,11 @@ class ToggledOptimizers(Classifier):
         self.toggle_optimizer(of_network)
         restored = self.net(images.flip(-1))
         loss = F.l1_loss(restored, images) - self.critic(restored).mean()
-        of_network.zero_grad()
-        self.manual_backward(loss)
-        of_network.step()
+        self.train_with(loss, of_network)
         self.untoggle_optimizer(of_network)
         self.toggle_optimizer(of_critic)
         difference = F.softplus(self.critic(restored.detach())).mean() + F.softplus(-self.critic(images)).mean()
-        of_critic.zero_grad()
-        self.manual_backward(difference)
-        of_critic.step()
+        self.train_with(difference, of_critic)
         self.untoggle_optimizer(of_critic)
         self.log_dict({"loss": loss, "difference": difference})
 

@@ -7,17 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.strategies.whole_step_cases.base import Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Block, Classifier, case
 
 
-class ScaledBlock(nn.Module):
+class ScaledBlock(Block):
     """A residual block with a factor that training may change, and a term for the loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-        self.alpha = 1.0
-        self.kl = torch.zeros(())
+        self.alpha, self.kl = 1.0, torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.alpha * F.relu(self.conv(x))
@@ -60,8 +58,7 @@ class TensorHook(Classifier):
 
 @case()
 class AttributeOfBlocks(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(ScaledBlock)
+    block = ScaledBlock
 
     def on_train_epoch_start(self) -> None:
         for module in self.net.modules():
@@ -71,8 +68,7 @@ class AttributeOfBlocks(Classifier):
 
 @case()
 class AnnealedTemperature(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(middle=Temperature())
+    middle = Temperature
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for module in self.net.modules():
@@ -82,8 +78,7 @@ class AnnealedTemperature(Classifier):
 
 @case()
 class FrozenByClass(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(ScaledBlock)
+    block = ScaledBlock
 
     def on_train_epoch_start(self) -> None:
         for module in self.net.modules():
@@ -108,8 +103,7 @@ class ScaledByPosition(Classifier):
 
 @case()
 class KlTerm(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(ScaledBlock)
+    block = ScaledBlock
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(self.net(x), y)
@@ -145,8 +139,7 @@ class HookPenalty(Classifier):
 
 @case()
 class UpdatedBuffer(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(middle=RunningMean())
+    middle = RunningMean
 
 
 @case()

@@ -113,8 +113,7 @@ class Parts(nn.Module):
 class PartialForward(Classifier):
     """Calls the parts of the network one by one."""
 
-    def network(self) -> nn.Module:
-        return Parts()
+    network = Parts
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         maps = self.net.features(x)
@@ -217,8 +216,7 @@ class ActNorm(nn.Module):
 class FirstBatch(Classifier):
     """A layer sets its parameters in the first forward, from the first batch."""
 
-    def network(self) -> nn.Module:
-        return classifier(middle=ActNorm())
+    middle = ActNorm
 
 
 class Patched(Classifier):
@@ -269,8 +267,7 @@ class MakingLayer(nn.Module):
 
 @case(error="has created a submodule")
 class LayerMadeInForward(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(middle=MakingLayer())
+    middle = MakingLayer
 
 
 class SwappingTrained(Callback):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.strategies.whole_step_cases.base import Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Classifier, Manual, case, classifier
 
 
 @case()
@@ -37,11 +37,7 @@ class WeightPenalty(Classifier):
 
 
 @case()
-class ManualOptimization(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
+class ManualOptimization(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
@@ -57,12 +53,11 @@ class ManualOptimization(Classifier):
 
 
 @case()
-class TwoOptimizers(Classifier):
+class TwoOptimizers(Manual):
     """Trains the network and a head by turns, each with an optimizer and a schedule of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.head = nn.Linear(5, 5)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -70,9 +65,7 @@ class TwoOptimizers(Classifier):
         optimizer = optimizers[batch_idx % 2]
         self.toggle_optimizer(optimizer)
         loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+        self.train_with(loss, optimizer)
         self.untoggle_optimizer(optimizer)
         self.lr_schedulers()[batch_idx % 2].step()
         self.log("loss", loss, on_epoch=True)
@@ -91,12 +84,8 @@ class Lbfgs(Classifier):
 
 
 @case()
-class SharpnessAware(Classifier):
+class SharpnessAware(Manual):
     """Computes the gradient at the worst point near the weights (SAM)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -119,12 +108,8 @@ class SharpnessAware(Classifier):
 
 
 @case()
-class GradientSurgery(Classifier):
+class GradientSurgery(Manual):
     """Projects the gradients of two losses that contradict each other (PCGrad)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -261,23 +246,17 @@ class OwnOptimizer(Classifier):
 
 
 @case()
-class OrthogonalUpdates(Classifier):
+class OrthogonalUpdates(Manual):
     """Muon: updates of matrices are made orthogonal by Newton and Schulz's iteration. AdamW trains the rest."""
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.net.parameters() if p.ndim == 2]
         rest = [p for p in self.net.parameters() if p.ndim != 2]
-        self.automatic_optimization = False
         return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=2e-3)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.step_loss(*batch)
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
+        self.train_with(loss, *self.optimizers())
         self.log("loss", loss)
 
 
@@ -294,30 +273,24 @@ class ProjectedWeights(Classifier):
 
 
 @case(cuts=("conv1", "conv2"), submodule="critic")
-class Adversaries(Classifier):
+class Adversaries(Manual):
     """A generator and a critic, trained by turns. The critic is divided."""
+
+    network = nn.Identity
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.critic = Critic()
         self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 192), nn.Unflatten(1, (3, 8, 8)))
-
-    def network(self) -> nn.Module:
-        return nn.Identity()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         images = batch[0]
         of_critic, of_generator = self.optimizers()
         fake = self.generator(torch.randn(len(images), 4))
         loss = F.softplus(self.critic(fake.detach())).mean() + F.softplus(-self.critic(images)).mean()
-        of_critic.zero_grad()
-        self.manual_backward(loss)
-        of_critic.step()
+        self.train_with(loss, of_critic)
         deception = F.softplus(-self.critic(fake)).mean()
-        of_generator.zero_grad()
-        self.manual_backward(deception)
-        of_generator.step()
+        self.train_with(deception, of_generator)
         self.log_dict({"critic": loss, "generator": deception}, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
@@ -341,14 +314,10 @@ class WassersteinGan(Adversaries):
         (slopes,) = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)
         penalty = (slopes.flatten(1).norm(dim=1) - 1).square().mean()
         loss = self.critic(fake.detach()).mean() - self.critic(real).mean() + 10 * penalty
-        of_critic.zero_grad()
-        self.manual_backward(loss)
-        of_critic.step()
+        self.train_with(loss, of_critic)
         self.untoggle_optimizer(of_critic)
         if batch_idx % 3 == 2:
-            of_generator.zero_grad()
-            self.manual_backward(-self.critic(fake).mean())
-            of_generator.step()
+            self.train_with(-self.critic(fake).mean(), of_generator)
         self.log("loss", loss)
 
 

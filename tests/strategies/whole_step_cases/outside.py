@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from tests.strategies.whole_step_cases.base import Block, Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Block, Classifier, StemBodyHead, case, classifier
 
 PENALTIES: list[Tensor] = []
 LAST: Any = None
@@ -29,8 +29,7 @@ class ListBlock(Block):
 class GlobalList(Classifier):
     """Blocks append penalties to a list that is a global variable."""
 
-    def network(self) -> nn.Module:
-        return classifier(ListBlock)
+    block = ListBlock
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         PENALTIES.clear()
@@ -51,8 +50,7 @@ class VariableBlock(Block):
 class GlobalVariable(Classifier):
     """A block assigns its result to a global variable, and a norm to an attribute of an object."""
 
-    def network(self) -> nn.Module:
-        return classifier(VariableBlock)
+    block = VariableBlock
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(self.net(x), y)
@@ -74,8 +72,7 @@ class SharedTerms(Block):
 class ClassAttributes(Classifier):
     """Blocks append to a list that all blocks share, and add to an attribute of their class."""
 
-    def network(self) -> nn.Module:
-        return classifier(SharedTerms)
+    block = SharedTerms
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         SharedTerms.terms.clear()
@@ -140,22 +137,20 @@ class Positions(Block):
 class GlobalCache(Classifier):
     """Blocks of several stages use the same cache."""
 
-    def network(self) -> nn.Module:
-        return classifier(Positions)
+    block = Positions
 
     def on_train_end(self) -> None:
         self.history += GRIDS[4].tolist()
         GRIDS.clear()
 
 
-class ReadingNet(nn.Module):
+class ReadingNet(StemBodyHead):
     """A network whose own forward reads numbers from a global variable, its class, and objects."""
 
     gain = 1.0
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.body, self.head = nn.Conv2d(3, 8, 3, 2, 1), Block(), nn.Linear(8, 5)
         self.body.strength = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,8 +176,7 @@ class Annealing(Callback):
 class NumbersOutside(Classifier):
     """A callback changes numbers that the network's own forward reads from outside of its modules."""
 
-    def network(self) -> nn.Module:
-        return ReadingNet()
+    network = ReadingNet
 
 
 @case(cuts=("stem", "body"), submodule=None)

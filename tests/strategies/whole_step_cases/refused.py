@@ -29,8 +29,7 @@ class BranchOnValues(Classifier):
             x = self.first(x)
             return self.head(self.second(x if x.mean() > 0 else -x))
 
-    def network(self) -> nn.Module:
-        return self.Network()
+    network = Network
 
 
 @case(cuts=("first", "second"), error="takes the argument 'x' by keyword only")
@@ -39,8 +38,7 @@ class KeywordOnly(Classifier):
         def forward(self, *, x: Tensor) -> Any:
             return super().forward(x)
 
-    def network(self) -> nn.Module:
-        return self.Network()
+    network = Network
 
     def forward(self, x: Tensor) -> Any:
         return self.net(x=x)
@@ -55,8 +53,7 @@ class ShapeByValues(Classifier):
             scores = super().forward(x)
             return scores, torch.nonzero(scores > 0)
 
-    def network(self) -> nn.Module:
-        return self.Network()
+    network = Network
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         scores, _ = self(x)
@@ -90,8 +87,7 @@ class KeepingBlock(Block):
 
 @case(error="stores an object of the class Kept")
 class StoredObject(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(KeepingBlock)
+    block = KeepingBlock
 
 
 @case(error="forwards in several stages change box.product")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import CLASSES, Block, Classifier, Manual, StemBodyHead, case, classifier
 
 
 @case(epochs=1, samples=28)
@@ -54,11 +54,10 @@ class SparseGradients(Sparse):
         self.history += [float(gradient.is_sparse), float(rows.abs().sum()), float(len(rows))]
 
 
-class EmbeddingNet(nn.Module):
+class EmbeddingNet(StemBodyHead):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.body = nn.Conv2d(3, 8, 3, 2, 1), Block()
-        self.table, self.head = nn.Embedding(CLASSES, 8, sparse=True), nn.Linear(8, CLASSES)
+        self.table = nn.Embedding(CLASSES, 8, sparse=True)
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         return self.head(self.body(self.stem(x)).mean((2, 3)) + self.table(y))
@@ -68,32 +67,25 @@ class EmbeddingNet(nn.Module):
 class SparseInside(Sparse):
     """An embedding in the network has sparse gradients."""
 
-    def network(self) -> nn.Module:
-        return EmbeddingNet()
+    network = EmbeddingNet
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.net(x, y), y.roll(1))
 
 
 @case(epochs=1, samples=28)
-class SparseAdam(Classifier):
+class SparseAdam(Manual):
     """An optimizer for sparse gradients trains a sum of embeddings, whose indices follow from the network's results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.bag = nn.EmbeddingBag(CLASSES, CLASSES, sparse=True, mode="sum")
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        optimizers: Any = self.optimizers()
         scores = self(x)
         loss = F.cross_entropy(scores + self.bag(torch.stack([y, scores.argmax(1)], 1)), y)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
+        self.train_with(loss, *self.optimizers())
 
     def configure_optimizers(self) -> Any:
         sparse = torch.optim.SparseAdam(list(self.bag.parameters()), lr=0.05)
@@ -116,8 +108,7 @@ class CheckpointNet(nn.Module):
 
 @case(cuts=("body.0", "body.1"), microbatches=1, epochs=1, samples=28)
 class CheckpointsInForward(Classifier):
-    def network(self) -> nn.Module:
-        return CheckpointNet()
+    network = CheckpointNet
 
 
 class NormalisingLayer(nn.Conv2d):
@@ -141,12 +132,8 @@ class NormalisedTwice(Classifier):
         return net
 
 
-class DictNet(nn.Module):
+class DictNet(StemBodyHead):
     """A network that takes a dictionary, and returns it with more entries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.body, self.head = nn.Conv2d(3, 8, 3, 2, 1), Block(), nn.Linear(8, CLASSES)
 
     def forward(self, batch: Any) -> Any:
         batch = {**batch, "features": self.body(self.stem(batch["image"]))}
@@ -155,8 +142,7 @@ class DictNet(nn.Module):
 
 @case(cuts=("stem", "body"), epochs=1, samples=28)
 class UnpackedBatch(Classifier):
-    def network(self) -> nn.Module:
-        return DictNet()
+    network = DictNet
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         result = self.net({"image": x, "bias": 0.1 * y})

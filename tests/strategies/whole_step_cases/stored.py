@@ -7,15 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.strategies.whole_step_cases.base import Block, Classifier, case, classifier
+from tests.strategies.whole_step_cases.base import Block, Classifier, StemBodyHead, case, classifier
 
 
-class KeepingBlock(nn.Module):
+class KeepingBlock(Block):
     """A residual block that keeps a value for the loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
         self.term: Any = None
 
     def value(self, y: Tensor) -> Tensor:
@@ -102,8 +101,7 @@ class CallsBlock(Block):
 
 @case()
 class CountedCalls(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(CallsBlock)
+    block = CallsBlock
 
 
 class MeanAfter(nn.Module):
@@ -134,14 +132,12 @@ class NewMean(MeanAfter):
 
 @case()
 class MeanUpdatedAfter(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(middle=MeanAfter())
+    middle = MeanAfter
 
 
 @case()
 class BufferReplaced(Classifier):
-    def network(self) -> nn.Module:
-        return classifier(middle=NewMean())
+    middle = NewMean
 
 
 @case()
@@ -261,12 +257,11 @@ class HalvedAtEnd(Classifier):
             parameter.data = parameter.data * 0.5
 
 
-class FeatureNet(nn.Module):
+class FeatureNet(StemBodyHead):
     """A network that keeps its features for the step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.body, self.head = nn.Conv2d(3, 8, 3, 2, 1), Block(), nn.Linear(8, 5)
         self.features: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,11 +273,10 @@ class FeatureNet(nn.Module):
 class KeptFeatures(Classifier):
     """The network's own forward stores its features, and the step decorrelates them over the batch."""
 
-    def network(self) -> nn.Module:
-        return FeatureNet()
+    network = FeatureNet
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.net(x), y)
+        loss = super().step_loss(x, y)
         return loss + 0.1 * torch.cov(self.net.features.T).square().sum()
 
 
@@ -299,8 +293,7 @@ class MapsNet(FeatureNet):
 
 @case(cuts=("stem", "body"))
 class KeptMaps(Classifier):
-    def network(self) -> nn.Module:
-        return MapsNet()
+    network = MapsNet
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(self.net(x), y)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.strategies.whole_step_cases.base import CLASSES, Classifier, case
+from tests.strategies.whole_step_cases.base import CLASSES, Classifier, Manual, case
 from tests.strategies.whole_step_cases.finetuning import Validated
 
 
@@ -69,12 +69,8 @@ class PrunedByHand(Classifier):
 
 
 @case()
-class OptimizerInBackward(Classifier):
+class OptimizerInBackward(Manual):
     """Each parameter is trained by an optimizer of its own, as soon as its gradient is complete."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def on_fit_start(self) -> None:
         self.each = {parameter: torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for parameter in self.parameters()}

@@ -7,23 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.strategies.whole_step_cases.base import Classifier, case, classifier, dense
+from tests.strategies.whole_step_cases.base import Classifier, Dense, case, classifier
 
 
 @case()
-class Denoising(Classifier):
-    def network(self) -> nn.Module:
-        return dense()
-
+class Denoising(Dense):
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.l1_loss(self.net(x + 0.3 * torch.randn_like(x)), x)
 
 
 @case()
-class AdversarialImages(Classifier):
-    def network(self) -> nn.Module:
-        return dense()
-
+class AdversarialImages(Dense):
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         delta = torch.zeros_like(x, requires_grad=True)
         (gradient,) = torch.autograd.grad(F.mse_loss(self.net(x + delta), x), delta)
@@ -183,11 +177,8 @@ class SaliencyMask(Classifier):
 
 
 @case()
-class RandomPatches(Classifier):
+class RandomPatches(Dense):
     """Hides patches and reconstructs them, as a masked autoencoder does."""
-
-    def network(self) -> nn.Module:
-        return dense()
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         order = torch.rand(len(x), 16).argsort(1)
