@@ -100,23 +100,21 @@ class Stalls(Callback):
                 time.sleep(0.02)
 
 
-def train(strategy: Any, rank: int, stops: bool) -> None:
-    tell = stalls.StallWatch.tell
+def fit(strategy: Any, rank: int, stops: bool) -> None:
+    """Train with a stalled rank, which goes on when the line is printed."""
+    for watch in (stalls.StallWatch, stalls.WorkerStallWatch):
 
-    def tell_and_continue(self: Any, *arguments: Any) -> None:
-        tell(self, *arguments)
-        Path("told").touch()
-        os.kill(int(Path("rank").read_text()), signal.SIGCONT)
+        def tell_and_continue(self: Any, *arguments: Any, tell: Any = watch.tell) -> None:
+            tell(self, *arguments)
+            Path("told").touch()
+            if stops:
+                os.kill(int(Path("rank").read_text()), signal.SIGCONT)
 
-    stalls.StallWatch.tell = tell_and_continue  # type: ignore[method-assign]
-
-    def main() -> None:
-        data = TensorDataset(torch.rand(128, 1, 8, 8), torch.zeros(128, dtype=torch.int64))
-        trainer = quiet_trainer(strategy(), 2, callbacks=[Stalls(rank, stops)], max_epochs=1)
-        with ends_together(trainer, Interconnect()):
-            trainer.fit(ImageClassifier(PlainCNN(), num_classes=10), DataLoader(data, batch_size=8))
-
-    print("codes", run_started(2, main))
+        watch.tell = tell_and_continue  # type: ignore[method-assign]
+    data = TensorDataset(torch.rand(128, 1, 8, 8), torch.zeros(128, dtype=torch.int64))
+    trainer = quiet_trainer(strategy(), 2, callbacks=[Stalls(rank, stops)], max_epochs=1)
+    with ends_together(trainer, Interconnect()):
+        trainer.fit(ImageClassifier(PlainCNN(), num_classes=10), DataLoader(data, batch_size=8))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +134,7 @@ def test_a_stalled_rank_is_named_once_and_the_run_goes_on(
 ) -> None:
     for name, seconds in {"POLL": 0.05, "SHORTEST": 1.0, "MULTIPLE": 0.0, "ANSWER": 1.0}.items():
         monkeypatch.setattr(stalls, name, seconds)
-    code, output = run_forked(lambda: train(strategy, rank, stops), timeout=100)
+    code, output = run_forked(lambda: print("codes", run_started(2, lambda: fit(strategy, rank, stops))), timeout=100)
     assert code == 0, output
     assert "codes [0, 0]" in output
     (line,) = [line for line in output.splitlines() if line.startswith("no batch has begun or ended for ")]
@@ -151,25 +149,11 @@ def test_a_stalled_rank_is_named_once_and_the_run_goes_on(
     assert f"rank {1 - rank}" not in line
 
 
-def train_with_servers() -> None:
-    tell = stalls.WorkerStallWatch.tell
-
-    def tell_and_continue(self: Any, *arguments: Any) -> None:
-        tell(self, *arguments)
-        Path("told").touch()
-
-    stalls.WorkerStallWatch.tell = tell_and_continue  # type: ignore[method-assign]
-    data = TensorDataset(torch.rand(128, 1, 8, 8), torch.zeros(128, dtype=torch.int64))
-    strategy = ParameterServerStrategy(start_method="fork")
-    trainer = quiet_trainer(strategy, 2, callbacks=[Stalls(1, stops=False)], max_epochs=1)
-    with ends_together(trainer, Interconnect()):
-        trainer.fit(ImageClassifier(PlainCNN(), num_classes=10), DataLoader(data, batch_size=8))
-
-
 def test_a_worker_that_stalls_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"POLL": 0.05, "SHORTEST": 1.0, "MULTIPLE": 0.0}.items():
         monkeypatch.setattr(stalls, name, seconds)
-    code, output = run_forked(train_with_servers, timeout=100)
+    servers = partial(ParameterServerStrategy, start_method="fork")
+    code, output = run_forked(lambda: fit(servers, 1, stops=False), timeout=100)
     assert code == 0, output
     # On a slow machine worker 0 may stall as well.
     lines = [line for line in output.splitlines() if line.startswith("no batch has begun or ended for ")]
