@@ -14,7 +14,7 @@ from torch import nn
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
-from cnnstrategies.models.class_weights import balanced_weights
+from cnnstrategies.models.classifier import balanced_weights
 from cnnstrategies.models.logits import main_logits
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.pretrained import TRAINED_WITH

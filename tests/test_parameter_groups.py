@@ -96,6 +96,6 @@ def test_layers_that_would_have_the_same_rate_are_refused(monkeypatch):
     network.requires_grad_(False).head.requires_grad_(True)
     with pytest.raises(ConfigurationError, match="no effect, because all trained parameters of VisionTransformer are"):
         model.configure_optimizers()
-    monkeypatch.setattr("cnnstrategies.models.layer_rates.find_spec", lambda name: None)
+    monkeypatch.setattr("cnnstrategies.models.network_module.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"layer_lr_decay=0\.5 needs timm, .*: pip install timm"):
         ImageClassifier(network, 10, layer_lr_decay=0.5)

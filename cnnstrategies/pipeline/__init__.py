@@ -31,8 +31,8 @@ Files for the user's own program:
 - Values that forwards store: `stored_terms` (all calls), `stored_watch`, `module_states`, `watched`, `noted_contents`,
   `outside_variables` and `noted_state` (find and undo them), `storing_code` (who may store), `saved_copies`,
   `first_forward` (parameters that are set), `microbatch_terms`, `term_rules`, `combining`, `batch_terms` and
-  `term_reports` (from the values of microbatches to those of the batch), `mixing`, `mixing_backward` and
-  `compared_gradients` (stages that mix samples).
+  `term_reports` (from the values of microbatches to those of the batch), `mixing` and `mixing_backward` (stages that
+  mix samples).
 - Declared losses: `declared_loss`, `loss_arguments`, `gradient_check`, `loss_verdict` and `late_verdicts` (whether the
   backwards of microbatches were right).
 

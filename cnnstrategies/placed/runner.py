@@ -1,18 +1,26 @@
 """Run each operation of torch by the rules: here, on other ranks, or after tensors have been sent."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from cnnstrategies._torch_private import schema_of
+from cnnstrategies.placed.foreign import ForeignTensor
+from cnnstrategies.placed.messages import RefusedError
+from cnnstrategies.placed.operations import tensors_in, with_tensors
+
+if TYPE_CHECKING:
+    from cnnstrategies.placed.places import Places
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cnnstrategies._torch_private import QuickOperationMode, is_compiling, not_compiled, without_functions
-from cnnstrategies.placed.collectives import run_collective
 from cnnstrategies.placed.decision import Place, SeveralPlacesError, decide, is_at
-from cnnstrategies.placed.draws import draw_and_drop, generator_of
-from cnnstrategies.placed.foreign import ForeignTensor
-from cnnstrategies.placed.messages import DivergedError, RefusedError
-from cnnstrategies.placed.operations import Operation, operation_of, tensors_in, with_tensors
+from cnnstrategies.placed.messages import DivergedError
+from cnnstrategies.placed.operations import Operation, operation_of
 from cnnstrategies.placed.partial import partial_in, run_partial
 from cnnstrategies.placed.results import ResultForm, ResultForms, as_forms, run_on_meta
 from cnnstrategies.placed.rows import run_rows
@@ -20,6 +28,7 @@ from cnnstrategies.placed.rules import Rule
 
 if TYPE_CHECKING:
     from cnnstrategies.placed.places import Places
+
 
 CPU = torch.device("cpu")
 DETACH = torch.ops.aten.detach.default
@@ -269,3 +278,70 @@ class Operations(QuickOperationMode):  # type: ignore[no-untyped-call]
         with without_functions():
             run = self._run_without_compiler if is_compiling() else self._runner.run
             return run(func, args, kwargs or {})
+
+
+# Collectives of `torch.distributed`. Every rank runs the whole program, so a program that gathers or sums over
+# processes must find one process, as on one device. In such a group each result is an operand, which is copied by the
+# rules.
+
+# Collectives that leave their operands as they are in a group of one process. All others write their first argument,
+# with tensors in nested lists, from their second argument.
+IN_PLACE = {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"}
+
+
+def run_collective(places: "Places", func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a collective.
+
+    Raises:
+        RefusedError: The operands have places, and the group has several processes.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if all(places.place_of(tensor) is None for tensor in tensors):
+        return func(*args, **kwargs)
+    name: str = func.overloadpacket.__name__
+    schema = schema_of(func)
+    position = [argument.name for argument in schema.arguments].index("process_group")
+    group = args[position] if position < len(args) else kwargs["process_group"]
+    size = dist.ProcessGroup.unbox(group).size()
+    if size > 1:
+        placed = next(tensor for tensor in tensors if places.place_of(tensor) is not None)
+        raise RefusedError(
+            f"{name.strip('_')} of {places.describe([placed])} in a group of {size} processes: all ranks run the same "
+            "program with the whole batch, so there is nothing to gather or to sum; leave the call out, or call it in "
+            "a step of the module, where the group has one process"
+        )
+    if name not in IN_PLACE:
+        with places.operations_again():
+            for target, source in zip(tree_leaves(args[0]), tree_leaves(args[1]), strict=True):
+                if target is not source:
+                    target.copy_(source.reshape(target.shape))
+    if not schema.returns:
+        return None
+    with places.local():
+        # Groups of NCCL refuse tensors on the CPU.
+        _, work = torch.ops.c10d.broadcast_.default([torch.zeros((), device=tensors[0].device)], group, 0, 0)
+    return work if len(schema.returns) == 1 else (args[0], work)
+
+
+def draw_and_drop(func: Any, args: Any, kwargs: Any) -> None:
+    """Draw the random numbers that other ranks draw in an operation, so that this rank's generator advances as theirs.
+
+    Operands without values are replaced by 0.5. A probability, a mean and a standard deviation may all be 0.5.
+    """
+
+    def with_storage(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ForeignTensor):
+            return torch.full(tensor.shape, 0.5, device=tensor.device).to(tensor.dtype)
+        return tensor.clone()
+
+    args, kwargs = with_tensors(with_storage, args, kwargs)
+    func(*args, **kwargs)
+
+
+def generator_of(args: Any, kwargs: Any) -> torch.Generator:
+    """Return the generator from which an operation draws."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return value
+    device = next(tensors_in(args, kwargs)).device
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from cnnstrategies.callbacks import PredictionWriter
-from cnnstrategies.callbacks.box_counts import BoxCounts
 from cnnstrategies.callbacks.picture_files import Evaluated, write_pictures
+from cnnstrategies.callbacks.pictures import BoxCounts
 from cnnstrategies.data import DetectionFolderDataModule, SyntheticDetectionDataModule
 
 pytestmark = pytest.mark.light

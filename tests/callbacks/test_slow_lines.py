@@ -17,8 +17,7 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import SlowLines, slow_changes, slow_steps, step_blocks
 from cnnstrategies.callbacks.level import Evidence
 from cnnstrategies.callbacks.slow_changes import STEPS, SlowChange, SlowSteps, StepBlock, StepsEnded, usual_of
-from cnnstrategies.callbacks.slow_lines import line_about, line_about_end
-from cnnstrategies.callbacks.slow_steps import BlockExchange
+from cnnstrategies.callbacks.slow_steps import BlockExchange, line_about, line_about_end
 from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.strategies import HybridPipelineStrategy, SpatialStrategy

@@ -15,11 +15,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 from PIL import Image
 
 from cnnstrategies import ConfigurationError, data
-from cnnstrategies.commands.arguments import early_devices, recipes
+from cnnstrategies.commands.arguments import early_checks, recipes
 from cnnstrategies.commands.arguments.command import Configuration
 from cnnstrategies.commands.arguments.definitions import AbsentError, UnknownError, definition_of, parameters_in
-from cnnstrategies.commands.arguments.early_checks import check_early
-from cnnstrategies.commands.arguments.early_devices import check_accelerator
+from cnnstrategies.commands.arguments.early_checks import check_accelerator, check_early
 from cnnstrategies.commands.arguments.early_values import DATA, PRECISIONS
 from cnnstrategies.commands.arguments.keys import HOMES, configured_keys
 from cnnstrategies.commands.arguments.options import COMMANDS
@@ -352,7 +351,7 @@ def test_a_key_that_is_twice_in_a_list_is_refused():
 def test_a_gpu_is_refused_before_torch_is_asked_only_where_there_is_none(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")  # The check leaves the question to torch if it is imported.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(early_devices, "_has_driver", lambda: False)
+    monkeypatch.setattr(early_checks, "_has_driver", lambda: False)
     for accelerator in ("cpu", "auto", "tpu"):
         check_accelerator({"trainer.accelerator": accelerator}, Path.cwd())
     with pytest.raises(ConfigurationError, match=r"'gpu' needs a GPU, and this machine has no driver of a GPU: .*=cpu"):

@@ -14,8 +14,8 @@ from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placed_batches import continue_with
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
-from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.stage_shares import StageBalance
+from cnnstrategies.strategies.hybrid_pipeline.strategy import predictions_on_rank_zero
 from cnnstrategies.strategies.joined_parts import _joined, join_parts
 from cnnstrategies.strategies.module_copies import tensors_stay
 from cnnstrategies.strategies.share_options import by_shares

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from cnnstrategies.pipeline import combining, compared_gradients, first_forward
-from cnnstrategies.pipeline.compared_gradients import Sketch
+from cnnstrategies.pipeline import combining, first_forward, mixing_backward
 from cnnstrategies.pipeline.first_forward import NotedParameters
+from cnnstrategies.pipeline.mixing_backward import Sketch
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.strategies.loss_comparison import compare_with_parts
 from tests.pipeline.test_placed_network import placed
@@ -54,7 +54,7 @@ def peaks(make_counter: Callable[[], Any]) -> tuple[int, int, list[int], list[in
 
     Of the steps, the peaks of the forwards come first. The last peaks are those of two steps with large activations.
     """
-    first_forward.CHUNK = compared_gradients.CHUNK = combining.PIECE = 1024  # The layers are small.
+    first_forward.CHUNK = mixing_backward.CHUNK = combining.PIECE = 1024  # The layers are small.
     counter = make_counter()
     torch.manual_seed(0)
     network = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])

@@ -8,9 +8,8 @@ import pytest
 
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import report
-from cnnstrategies.planning.scaling.collectives import WITHOUT_BUFFERS
 from cnnstrategies.planning.scaling.figures import EpochCosts, Facts, MeasuredRun, Measurements, Rank, Sample
-from cnnstrategies.planning.scaling.reasons import RULES, reasons
+from cnnstrategies.planning.scaling.reasons import RULES, WITHOUT_BUFFERS, reasons
 from cnnstrategies.planning.scaling.timeline import (
     BARRIER,
     BATCH,

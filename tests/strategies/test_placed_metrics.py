@@ -22,7 +22,7 @@ from torchmetrics import (
 
 from cnnstrategies.strategies.hybrid_pipeline import metric_values
 from cnnstrategies.strategies.hybrid_pipeline.metric_values import share_metrics
-from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline.strategy import predictions_on_rank_zero
 from tests.placed.turns import on_ranks
 from tests.strategies.test_placed_loading import check_equal
 

@@ -27,12 +27,11 @@ from cnnstrategies.runtime.waiting import unwatch, watch
 from cnnstrategies.spatial import RowsTensor, SpatialParts
 from cnnstrategies.strategies import SpatialStrategy
 from cnnstrategies.strategies.spatial.checks import check_division
+from cnnstrategies.strategies.spatial.descriptions import describe_costs, describe_groups, describe_parts, describe_rows
 from cnnstrategies.strategies.spatial.groups import ImageGroups, print_divergence
 from cnnstrategies.strategies.spatial.loading import GroupLoader
-from cnnstrategies.strategies.spatial.panel import describe_groups, describe_parts
 from cnnstrategies.strategies.spatial.parted_batches import part_batch
 from cnnstrategies.strategies.spatial.same_weights import SameWeights
-from cnnstrategies.strategies.spatial.step_costs import describe_costs, describe_rows
 from tests.conftest import quiet_trainer
 from tests.runner import panels
 from tests.runner.ranks import run_apart, run_ranks

@@ -8,9 +8,8 @@ Every rank runs the user's own module, callbacks and optimizers. The files:
   `configure_model`).
 - A run: `connections` (groups and rules of a rank), `divided_run` (the divided module from set-up to end), `network`
   (calls of the divided network), `compiling`, `placed_module` (parameters, buffers, optimizers and checkpoints),
-  `start_values`, `kept_values` (the end).
-- Steps: `steps` (the user's steps and backwards), `order` (GPipe or 1F1B), `logs`, `metric_values`, `predictions`,
-  `epoch_ends`.
+  `start_values`.
+- Steps: `steps` (the user's steps and backwards), `order` (GPipe or 1F1B), `logs`, `metric_values`, `epoch_ends`.
 - Data: `loading` (global batches on all ranks), `placed_batches` (who gets which tensors), `loading_ranks` (who
   loads), `loader_messages`.
 - Measurements: `stage_times` (would other cuts be faster), `stage_shares` (shares of the replicas), `descriptions`

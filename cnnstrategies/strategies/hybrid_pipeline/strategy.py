@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps
@@ -20,6 +21,8 @@ from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.task_times import TaskTimes
+from cnnstrategies.placed import Places
+from cnnstrategies.strategies.batch_form import put_together, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.checks import placement_for
 from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences
@@ -29,9 +32,9 @@ from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 from cnnstrategies.strategies.hybrid_pipeline.order import settle_verdicts, tell_news
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import meta_tensors_stay, put_others_away
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
-from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.stage_shares import use_shares
 from cnnstrategies.strategies.hybrid_pipeline.start_values import broadcast_weights
+from cnnstrategies.strategies.joined_parts import count_samples, first_rows
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 
 if TYPE_CHECKING:
@@ -292,3 +295,39 @@ class HybridPipelineStrategy(PipelineStrategy):
             connections.drop()
         with meta_tensors_stay(self.lightning_module):
             super().teardown()
+
+
+def predictions_on_rank_zero(places: Places, predictions: Any) -> Any:
+    """Return the result of a ``predict_step``, on rank 0 with the values of all tensors. All ranks must call this.
+
+    Lightning's writers write the predictions of all ranks, so other ranks get the result for a batch without samples.
+    Code that only some ranks run may read the returned tensors, because the rules for placed tensors do not apply to
+    them.
+
+    Args:
+        places: The rules of this rank.
+        predictions: The result, possibly in nested containers.
+    """
+    try:
+        plain = take_apart(predictions, lambda tensor, _: tensor.detach())
+    except ConfigurationError:  # The result contains an object that cannot be sent, such as an image of PIL.
+        plain = None
+    form = predictions if plain is None else plain
+    tensors = [leaf for leaf in tree_leaves(form) if isinstance(leaf, Tensor)]
+    copies = places.bring_all(tensors, (0,), "predictions")
+
+    def unmarked(tensor: Tensor) -> Tensor:
+        return copies.get(id(tensor), tensor).clone()
+
+    with places.local():
+        if places.rank == 0:
+            form = tree_map_only(Tensor, unmarked, form)
+        else:
+            # Items of lists may belong to samples as well.
+            form = form if plain is None else first_rows(plain, count_samples(plain), 0)
+            form = tree_map_only(Tensor, _without_rows, form)
+    return form if plain is None else put_together(form)
+
+
+def _without_rows(tensor: Tensor) -> Tensor:
+    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)

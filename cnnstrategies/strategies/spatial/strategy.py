@@ -32,14 +32,13 @@ from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StepKind, StrategyFacts
 from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.spatial.checks import check_devices, check_division, check_module, check_parts
+from cnnstrategies.strategies.spatial.descriptions import describe_costs, describe_groups, describe_parts, describe_rows
 from cnnstrategies.strategies.spatial.groups import ImageGroups
 from cnnstrategies.strategies.spatial.loading import GroupLoader
-from cnnstrategies.strategies.spatial.panel import describe_groups, describe_parts
 from cnnstrategies.strategies.spatial.parted_batches import check_axis
 from cnnstrategies.strategies.spatial.predictions import predictions_of_group
 from cnnstrategies.strategies.spatial.replicas import average_gradients, copy_first, metrics_of_replicas, whole_tensor
 from cnnstrategies.strategies.spatial.same_weights import SameWeights
-from cnnstrategies.strategies.spatial.step_costs import describe_costs, describe_rows
 from cnnstrategies.strategies.streams import divide_stream
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 

@@ -1,8 +1,8 @@
 """Division of streams (``IterableDataset``) among the processes and the loaders' workers.
 
-``recognition`` finds out from the first samples whether a stream divides its samples itself; ``questions`` brings the
-workers' samples together. ``part`` yields the batches of one worker of one process, and ``reading`` starts the workers.
-``own_reader`` reads the batches of a loader that divides a stream in its own way. If processes have different numbers
+``recognition`` finds out from the first samples whether a stream divides its samples itself. ``part`` yields the
+batches of one worker of one process. ``reading`` starts the workers and brings their first samples together, and reads
+the batches of a loader that divides a stream in its own way. If processes have different numbers
 of batches, ``agreement`` lets the processes end an epoch together. ``loader`` is the loader of one process, which can
 resume within an epoch, from ``states`` of the user's loader if it has them. ``sampler`` tells the strategies how many
 samples each process has in a batch.

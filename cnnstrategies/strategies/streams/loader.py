@@ -19,9 +19,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.groups import gather_tensors
 from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.strategies.streams.agreement import until_all_end, until_own_end
-from cnnstrategies.strategies.streams.own_reader import OwnReader
 from cnnstrategies.strategies.streams.part import StreamBatch, StreamPart, is_stateful
-from cnnstrategies.strategies.streams.reading import StreamReader, can_be_divided
+from cnnstrategies.strategies.streams.reading import OwnReader, StreamReader, can_be_divided
 from cnnstrategies.strategies.streams.recognition import StreamDivision, same_start
 from cnnstrategies.strategies.streams.sampler import StreamedBatches
 from cnnstrategies.strategies.streams.states import gather_states, state_of_rank

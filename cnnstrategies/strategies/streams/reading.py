@@ -1,9 +1,14 @@
-"""Reading of a stream by a torch loader, with the comparison of its first samples among processes and workers."""
+"""Reading of a stream by a torch loader, with a comparison of its first samples, or by a loader with its own division.
+
+The workers of a torch loader compare the first samples of the stream with those of other workers and processes.
+LitData's ``StreamingDataLoader`` divides the stream in its own way.
+"""
 
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -11,13 +16,51 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.runtime.generator_states import GeneratorStates
 from cnnstrategies.strategies.streams.part import StreamBatch, StreamPart
-from cnnstrategies.strategies.streams.questions import WorkerQuestions
 from cnnstrategies.strategies.streams.recognition import StreamDivision, find_division
 
 Gather = Callable[[list[int]], list[list[int]]]
+
+
+class WorkerQuestions:
+    """Pipes by which the workers of a loader send descriptions of their first samples, and get the stream's division.
+
+    Args:
+        context: Context of multiprocessing in which the workers are started.
+        workers: Number of workers.
+    """
+
+    def __init__(self, context: Any, workers: int) -> None:
+        pairs = [context.Pipe() for _ in range(workers)]
+        self._answering: list[Connection] = [pair[0] for pair in pairs]
+        self._asking: list[Connection] = [pair[1] for pair in pairs]
+
+    def ask(self, worker: int, row: list[int]) -> StreamDivision:
+        """Send the description of a worker's first samples, and wait for the answer. A worker calls this."""
+        self._asking[worker].send(row)
+        return StreamDivision(*self._asking[worker].recv())
+
+    def answer(self, decide: Callable[[Sequence[list[int]]], StreamDivision]) -> StreamDivision:
+        """Wait for all workers' descriptions, answer them, and return the answer.
+
+        The process that has started the workers calls this. If a worker dies, torch's handler of SIGCHLD raises an
+        error while this method waits.
+
+        Args:
+            decide: Function that takes the descriptions of all workers and returns the stream's division.
+        """
+        answer = StreamDivision(by_process=True, by_worker=True)
+        try:
+            answer = decide([connection.recv() for connection in self._answering])
+        finally:  # A worker that waits for an answer would not end.
+            for connection in self._answering:
+                connection.send(tuple(answer))
+            for connection in self._answering + self._asking:
+                connection.close()
+        return answer
 
 
 class StreamReader:
@@ -145,3 +188,59 @@ def can_be_divided(loader: DataLoader[Any]) -> bool:
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     stateful = None if torchdata is None else torchdata.StatefulDataLoader.__iter__
     return type(loader).__iter__ in (DataLoader.__iter__, stateful)
+
+
+class OwnReader:
+    """Reader of the batches that a user's loader yields in this process.
+
+    The number of samples of a batch is known when the loader has yielded the batch. A run that resumes continues from
+    the loader's own state, if it has one, and needs the same numbers of processes and workers.
+
+    Attributes:
+        part: Facts about this process's part of the stream. The loader does not read it.
+        loader: The user's loader.
+        first: An empty list, because the processes do not compare samples.
+
+    Args:
+        loader: The user's loader.
+        part: Facts about this process's part of the stream.
+    """
+
+    def __init__(self, loader: Any, part: StreamPart) -> None:
+        self.loader, self.part = loader, part
+        self.first: list[int] = []
+        self._has_begun = self._has_state = False
+
+    def start(self, epoch: int) -> Iterator[StreamBatch]:
+        """Return an iterator of this process's batches of an epoch."""
+        self.part.division = StreamDivision(by_process=True, by_worker=True)
+        loader, has_state, is_resumed = self.loader, self._has_state, not self._has_begun
+        self._has_begun, self._has_state = True, False
+        if not has_state and getattr(loader, "restore", False):
+            # LitData's loader begins a new epoch only if the epoch before was asked for a batch after the last one.
+            # Lightning does not ask if it knows the number of batches.
+            loader.restore = False
+        if is_resumed and not has_state and isinstance(getattr(loader, "current_epoch", None), int):
+            loader.current_epoch = epoch  # LitData's loader adds 1.
+        return self._batches()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue in the next epoch from a state of the loader."""
+        self.loader.load_state_dict(state)
+        self._has_state = True
+
+    def restart(self) -> None:
+        """Do nothing. The loader starts its workers itself."""
+
+    def any_batch(self) -> Any:
+        """Return a batch that does not belong to the current epoch, or None if the loader has none."""
+        loader = self.loader
+        epoch = getattr(loader, "current_epoch", None)
+        batch = next(iter(loader), None)
+        if epoch is not None:
+            loader.current_epoch = epoch  # LitData's loader has begun the next epoch.
+        return batch
+
+    def _batches(self) -> Iterator[StreamBatch]:
+        for batch in self.loader:
+            yield StreamBatch(batch, (count_samples(batch) or 1,))
