@@ -176,18 +176,21 @@ class NetworkModule(LightningModule):
             targets: The batch's targets.
             loss: Mean loss of the batch.
         """
-        compared = self.compared(main_logits(outputs).detach(), targets)
+        values = self.compared(main_logits(outputs).detach(), targets), loss.detach()
+        if self._trainer is not None:  # A user's own loop may call the steps without a trainer.
+            values = facts_of(self._trainer.strategy).on_all_ranks(values)
+        compared, loss = values
         metrics = getattr(self, f"{stage}_metrics")
         known = stage == "train" and metrics["loss"].update_called
         for name, metric in metrics.items():
             if name == "loss":
-                metric.update(loss.detach(), len(targets))
+                metric.update(loss, len(targets))
             else:
                 metric.update(*compared)
             if not known:
                 self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=f"{stage}_{name}" in ON_BAR)
         if stage == "train":
-            self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
+            self.log("train_loss_step", loss, on_step=True, on_epoch=False)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and targets in the form that the metrics expect."""

@@ -8,7 +8,7 @@ gradients, the whole call can run again.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -24,22 +24,37 @@ if TYPE_CHECKING:
 GradientsOfResults = Callable[[Sequence[Tensor], Callable[[Tensor], Tensor]], Sequence[Tensor | None]]
 
 
+class Interleaving(NamedTuple):
+    """Functions that a call in the order 1F1B needs.
+
+    Attributes:
+        gradients: See `GradientsOfResults`.
+        has_changed: Function that returns whether the backwards give gradients to other tensors than in earlier calls.
+            The argument is the batch, whose backwards have run.
+    """
+
+    gradients: GradientsOfResults
+    has_changed: Callable[[WholeBatch], bool]
+
+
 class InterleavedBatch(WholeBatch):
     """A call in which the backwards run between the forwards.
 
     Args:
         runner: The runner of the stage.
         call: The arguments of the call. A batch of its form must have run before.
-        gradients: See `GradientsOfResults`.
+        interleaving: Functions for this order.
     """
 
     interleaves = True
 
-    def __init__(self, runner: "StageRunner", call: CallArguments, gradients: GradientsOfResults) -> None:
-        self._gradients_of = gradients
+    def __init__(self, runner: "StageRunner", call: CallArguments, interleaving: Interleaving) -> None:
+        self._interleaving = interleaving
         self.early, runner.early = runner.early, None
         self._salt, self._drawn = runner.unseen_draws, {*runner.drawn}
         super().__init__(runner, call._replace(in_order=False, checkpointing=None), runner.microbatches)
+        # The functions refer to the call that holds this batch. Without the cycle, both are freed after the step.
+        del self._interleaving
 
     def _run_forwards(self) -> None:
         self._versions = self._current_versions()
@@ -61,7 +76,7 @@ class InterleavedBatch(WholeBatch):
         gradients: Sequence[Tensor | None] = ()
         if self._runner.last and microbatch in self._results:  # If it is missing, the batch runs again as a whole.
             with self._runner.times.timed("forward", microbatch, "loss"):
-                gradients = self._gradients_of(
+                gradients = self._interleaving.gradients(
                     self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
                 )
             self.started[microbatch] = gradients
@@ -69,6 +84,9 @@ class InterleavedBatch(WholeBatch):
         if microbatch == self.microbatches[-1] and self._ends_together():
             self._runner.buffers.send()
         self._backward(microbatch, gradients, keep=False, of_stored=None)
+
+    def _has_changed(self) -> bool:
+        return self._interleaving.has_changed(self)
 
     def gradients(self, keep: bool) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the gradients of the declared loss. See `WholeBatch.backward`.

@@ -71,6 +71,7 @@ class KnownForm:
         header: Header of the network's result for the whole batch.
         drawn: Names of the generators from which a stage has drawn.
         used: What a backward gives a gradient to. The key says, for each output, whether the output had a gradient.
+        newest: The last entry of ``used`` that was made or read; None before the first one.
         order: Names of all parameters in the order in which a backward gives them their gradients on one device.
         draws_backward: Whether backwards have drawn random numbers; None before the first one.
         adds_to_grad: Whether a stage's own code has added to ``grad`` of parameters in backwards.
@@ -82,6 +83,7 @@ class KnownForm:
     draws_backward: bool | None = None
     adds_to_grad: bool = False
     used: dict[tuple[bool, ...], Used] = field(default_factory=dict)
+    newest: Used | None = None
 
     def learn_forward(
         self, header: TensorHeader, reports: Sequence[ForwardReport], ranks: Sequence[Sequence[int]]
@@ -109,7 +111,7 @@ class KnownForm:
         self.drawn |= {name for report in reports for name in report.drawn}
         self.adds_to_grad |= any(report.adds_to_grad for report in reports)
         used = Used(set(reports[rank].used), {key for report in reports for key in report.used})
-        self.used[outputs] = used
+        self.used[outputs] = self.newest = used
         return used.of_all
 
     @property

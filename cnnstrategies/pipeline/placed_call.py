@@ -12,8 +12,8 @@ from cnnstrategies.pipeline.batch_terms import foreign_tensors
 from cnnstrategies.pipeline.call_sums import CallSums
 from cnnstrategies.pipeline.declared_loss import LossOfCall
 from cnnstrategies.pipeline.double_backward import autocast_states, gradients_with_graph
-from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
-from cnnstrategies.pipeline.known_forms import BackwardReport, ForwardReport, KnownForm
+from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch, Interleaving
+from cnnstrategies.pipeline.known_forms import BackwardReport, ForwardReport, KnownForm, Used
 from cnnstrategies.pipeline.loss_verdict import judge
 from cnnstrategies.pipeline.part_gradients import multiply_gradients
 from cnnstrategies.pipeline.random_draws import PassedStates, advance
@@ -64,6 +64,7 @@ class PlacedCall:
         # The declared loss for this call; None outside of training steps.
         self._loss: LossOfCall | None = None
         self._has_compared = False  # Whether a backward has compared its gradients with those of the declared loss.
+        self._expected: Used | None = None  # What backwards between the forwards should give a gradient to.
         self._outputs: list[Tensor] = []  # The network's result, if the backward computes the declared loss from it.
 
     def run(self) -> list[Tensor]:
@@ -102,10 +103,11 @@ class PlacedCall:
         form = self.network.forms.get(self._key)
         declared, samples = self.network.declared, len(leaves[0])
         loss = self._loss = declared.begin(samples) if declared is not None and self.needs_gradient else None
-        gradients = None
+        interleaving = None
         if loss is not None and loss.expected is not None and self.network.can_interleave(self._key, samples):
             loss.prepare()
-            gradients, runner.early = loss.gradients, self._sums.begin(form)
+            interleaving, runner.early = Interleaving(loss.gradients, self._has_changed), self._sums.begin(form)
+            self._expected = None if form is None else form.newest
         # All calls in GPipe's order must do with the memory of the order 1F1B.
         checkpointing = self.network.other_checkpointing if self.needs_gradient else None
         with places.local():
@@ -116,7 +118,7 @@ class PlacedCall:
             # A layer may begin to draw later, as a dropout whose probability grows.
             in_order = form is None or self.needs_gradient or bool(form.drawn)
             call = CallArguments(images, samples, self.needs_gradient, self._key, in_order, checkpointing)
-            batch = self.network.begin(call, gradients)
+            batch = self.network.begin(call, interleaving)
         self._batch = batch
         names = [name for name in self.parameters if self.network.division.owner[name] == runner.stage]
         order = [names[index] for index in runner.ready_orders.get(self._key, ())]
@@ -172,10 +174,7 @@ class PlacedCall:
         has_stored = any(g is not None for g in gradients[count:])
         sums, of_images, factor = self._run_backward(of_outputs, of_stored, has_stored)
         batch = self._batch
-        of_parameters = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
-        # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
-        computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
-        computed |= {name: of_parameters.get(id(parameter)) for name, parameter in self.parameters.items()}
+        computed = self._with_keys(batch, sums, of_images)
         outputs = tuple(gradient is not None for gradient in gradients)
         used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None}, self.terms)
         owner = self.network.division.owner
@@ -187,11 +186,31 @@ class PlacedCall:
             computed |= enumerate(multiply_gradients(of_images, factor, keeps_graph()))
             computed |= zip(shared, batch.image_gradients(computed, shared), strict=True)
             parts = {n: computed.pop(n) for n in self.parameters if n in used and owner[n] == runner.stage}
-            del sums, of_parameters  # Each gradient is freed when it has been multiplied.
+            del sums  # Each gradient is freed when it has been multiplied.
             computed |= self._sums.summed(parts, factor, keeps_graph()).items()
             return [
                 self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets
             ]
+
+    def _with_keys(
+        self, batch: WholeBatch, sums: Sequence[Tensor | None], of_images: Sequence[Tensor | None]
+    ) -> dict[int | str, Tensor | None]:
+        """Return gradients by the index of the image's tensor, or by the name of the parameter.
+
+        Args:
+            batch: The batch.
+            sums: Gradients of the batch's parameters.
+            of_images: Gradients of the images' tensors, in their order. They exist in the first stage only.
+        """
+        of_parameters = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
+        computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
+        return computed | {name: of_parameters.get(id(parameter)) for name, parameter in self.parameters.items()}
+
+    def _has_changed(self, batch: WholeBatch) -> bool:
+        """Whether backwards between this rank's forwards give gradients to other tensors than expected."""
+        form = self.network.forms[self._key]
+        keys = {key for key, gradient in self._with_keys(batch, *batch.computed).items() if gradient is not None}
+        return self._expected is None or keys != self._expected.of_rank or not batch.draws.drawn <= form.drawn
 
     def _run_backward(
         self, of_outputs: Sequence[Tensor | None], of_stored: Sequence[Tensor | None], has_stored: bool
@@ -279,7 +298,8 @@ class PlacedCall:
         """Return the keys of all tensors that have a gradient on any rank. Place what hooks have stored in backwards.
 
         The ranks exchange the keys in the first backward with a form and a set of outputs, and later when a rank says
-        that the rank's keys have changed.
+        that the rank's keys have changed. If backwards have run between the forwards, the ranks have said so after the
+        forwards, see `CallTerms.finish`.
 
         Args:
             outputs: For each output, whether it has a gradient.
@@ -289,8 +309,11 @@ class PlacedCall:
         places, form, batch = self.places, self._form, self._batch
         everyone, drawn = range(places.world_size), batch.draws.drawn
         drawn_backward = [] if batch.backward_draws is None else sorted(batch.backward_draws.drawn)
-        known = form.used.get(outputs)
-        if known is not None:
+        known = form.newest = form.used.get(outputs)
+        if known is not None and known is self._expected and isinstance(batch, InterleavedBatch):
+            if not terms.have_changed:
+                return known.of_all
+        elif known is not None:
             has_changed = local_keys != known.of_rank or not drawn <= form.drawn
             changes = places.exchange((has_changed, terms.stores_in_backward, drawn_backward), everyone, "changes")
             if not any(changed for changed, *_ in changes):

@@ -11,7 +11,7 @@ from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.buffers import leave_statistics
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
+from cnnstrategies.pipeline.interleaved_batch import Interleaving
 from cnnstrategies.pipeline.known_forms import KnownForm, form_of
 from cnnstrategies.pipeline.network_copies import CopiedForward, pickled_forward
 from cnnstrategies.pipeline.noted_contents import NotedContents
@@ -176,14 +176,14 @@ class PlacedNetwork:
         """Whether code inside of the network, such as a hook of a module, may read gradients of parameters."""
         return any(has_users_hook(module) or "grad" in _names_in(type(module).forward) for module in self._modules)
 
-    def begin(self, call: CallArguments, gradients: GradientsOfResults | None) -> WholeBatch:
+    def begin(self, call: CallArguments, interleaving: Interleaving | None) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
 
         The arguments are those of `StageRunner.begin`.
         """
         if call.form not in self._whole:
             try:
-                return self.runner.begin(call, gradients)
+                return self.runner.begin(call, interleaving)
             except NeedsOneMicrobatchError as error:
                 if not error.is_once:
                     self._whole.add(call.form)

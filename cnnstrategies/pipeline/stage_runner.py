@@ -11,7 +11,7 @@ from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.early_sums import EarlySums
-from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, InterleavedBatch
+from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch, Interleaving
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
@@ -196,15 +196,12 @@ class StageRunner:
         """For each stage, the rank that runs the first microbatch."""
         return [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
 
-    def begin(
-        self, call: CallArguments, gradients: GradientsOfResults | None = None, whole: bool = False
-    ) -> WholeBatch:
+    def begin(self, call: CallArguments, interleaving: Interleaving | None = None, whole: bool = False) -> WholeBatch:
         """Run all forwards of a batch. All ranks must call this.
 
         Args:
             call: The arguments of the call.
-            gradients: Function that returns the gradients of a microbatch's results; called in the last stage. With it,
-                all backwards run as well, in the order 1F1B.
+            interleaving: Functions with which all backwards run as well, in the order 1F1B.
             whole: Whether the batch is one microbatch.
 
         Raises:
@@ -216,9 +213,9 @@ class StageRunner:
             self.channels.graph = graph
             self.channels.forget_headers()
         if call.needs_gradient:
-            self.schedule = SCHEDULE if gradients is None else "1f1b"
-        if gradients is not None:
-            batch: WholeBatch = InterleavedBatch(self, call, gradients)
+            self.schedule = SCHEDULE if interleaving is None else "1f1b"
+        if interleaving is not None:
+            batch: WholeBatch = InterleavedBatch(self, call, interleaving)
         else:
             batch = WholeBatch(self, call, 1 if whole else self.microbatches)
         self.sizes = batch.sizes

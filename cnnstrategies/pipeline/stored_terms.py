@@ -111,7 +111,11 @@ class CallTerms:
         reason: Why the stage needs the whole batch as one microbatch, if the caller knows a reason.
         is_quiet: Whether no forward stores anything, as far as all ranks know from the code and from earlier calls. The
             forwards are then watched together, and not one by one.
+        have_changed: Whether backwards that ran between the forwards of any rank give gradients to other tensors than
+            in earlier calls, after :meth:`finish`.
     """
+
+    have_changed = False
 
     def __init__(
         self, terms: StoredTerms, rows: BatchRows, needs_gradient: bool, form: Hashable, state: WatchState
@@ -188,8 +192,11 @@ class CallTerms:
 
     # After the forwards
 
-    def finish(self) -> None:
+    def finish(self, has_changed: bool = False) -> None:
         """Combine what the microbatches have stored, and tell the other ranks. All ranks must call this.
+
+        Args:
+            has_changed: Value of this rank for :attr:`have_changed`, which needs no message of its own.
 
         Raises:
             NeedsOneMicrobatchError: A stage mixes samples, or what it stores cannot be combined.
@@ -199,7 +206,7 @@ class CallTerms:
         state = self.watch.state
         refusal = None if state is self._state else self.watch.new_modules()
         unseen = next(iter(self.watch.take()), None) if self.is_quiet and state is not self._state else None
-        is_exchanged = self._agree_on_terms(state)
+        is_exchanged = self._agree_on_terms(state, has_changed)
         self._refuse(unseen)
         if not is_exchanged:
             microbatches.arguments.clear()
@@ -236,7 +243,7 @@ class CallTerms:
         if terms.reports.are_empty:
             terms.without_terms.add(self._form)
 
-    def _agree_on_terms(self, state: WatchState) -> bool:
+    def _agree_on_terms(self, state: WatchState, has_changed: bool) -> bool:
         """Return whether the ranks exchange what they have stored. All ranks return the same.
 
         If all ranks have new hooks since earlier calls with this form, the call counts as the first call with another
@@ -244,19 +251,23 @@ class CallTerms:
 
         Args:
             state: The state of the network after the forwards.
+            has_changed: See :meth:`finish`.
         """
         terms, places = self._terms, self._terms.places
         # Without a backward, later calls may begin before this call ends on other ranks, so there is no exchange.
         everyone = range(places.world_size) if self._needs_gradient else (places.rank,)
         is_empty = self._form in terms.without_terms
-        facts = places.exchange((self._has_new_hooks, is_empty, terms.runner.may_store(state)), everyone, "hooks")
+        facts = places.exchange(
+            (has_changed, self._has_new_hooks, is_empty, terms.runner.may_store(state)), everyone, "hooks"
+        )
+        self.have_changed = any(changed for changed, *_ in facts)
         if self._has_new_hooks:
-            if len(facts) == places.world_size and all(has_new for has_new, *_ in facts):
+            if len(facts) == places.world_size and all(has_new for _, has_new, *_ in facts):
                 self._form = self._base, self._hooks
             elif not self._rows.is_one_microbatch and self._microbatches.arguments:
                 self._check_own_hooks()
             self._known_hooks[self._hooks] = self._form
-        is_known = all(is_empty for _, is_empty, _ in facts) and self._form in terms.without_terms
+        is_known = all(is_empty for *_, is_empty, _ in facts) and self._form in terms.without_terms
         return not is_known or any(may_store for *_, may_store in facts)
 
     def _check_own_hooks(self) -> None:

@@ -119,7 +119,7 @@ class WholeBatch:
             if self.updates_buffers:
                 runner.buffers.send()
             self._finish_early()
-            self.terms.finish()
+            self.terms.finish(self._has_changed())
             self._finish_buffers()
         except BaseException:
             runner.buffers.abandon()
@@ -209,6 +209,15 @@ class WholeBatch:
                     "over the stage's replicas have begun without its gradients: call it in each backward"
                 )
             add_gradients(self._sums, added, self._summed)
+
+    def _has_changed(self) -> bool:
+        """Return whether backwards that have run give gradients to other tensors than in earlier calls."""
+        return False
+
+    @property
+    def computed(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of the parameters and of the images that backwards have computed, see :meth:`backward`."""
+        return self._sums, self._of_images
 
     def _finish_early(self) -> None:
         if self.early is not None:

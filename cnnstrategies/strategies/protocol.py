@@ -10,7 +10,7 @@ All subpackages may import this module. To avoid circular imports, the module it
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
@@ -49,6 +49,7 @@ GradientWeighting = Literal["equal", "by_rank", "by_sample"]
 # "worker": the whole network, with parameters from servers.
 # "parts": the whole network, on the process's part of each image.
 StepKind = Literal["replica", "stages", "worker", "parts"]
+T = TypeVar("T")
 FINDING = 1000  # In place of a signal: the callback Guard stops all processes.
 
 
@@ -337,6 +338,19 @@ class StrategyFacts:
     def steps_in_lockstep(self) -> bool:
         """Whether all processes make each step together, so that they may wait for each other after a step."""
         return True
+
+    # Values of the ranks
+
+    def on_all_ranks(self, values: T) -> T:
+        """Return values with copies of small tensors on all ranks, if only some ranks have the tensors.
+
+        All ranks must call this. Metrics and loggers need the values of a step on all ranks. A module that asks for all
+        of them together saves messages. The copies have no gradient. By default all ranks have all values already.
+
+        Args:
+            values: Nested containers of tensors.
+        """
+        return values
 
     # Values of the ranks, for the callback ``Guard``
 

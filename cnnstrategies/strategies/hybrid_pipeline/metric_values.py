@@ -49,7 +49,7 @@ def _change(places: Places, metric: Metric | MetricCollection) -> Callable[[], N
 
         def bring_arguments(_: Any, args: Any, kwargs: Any) -> Any:
             needs_graph = any(map(_has_gradient, metric.values(copy_state=False)))
-            return _share(places, (args, kwargs), needs_graph)
+            return share(places, (args, kwargs), needs_graph)
 
         # One message is enough for all metrics of the collection.
         return metric.register_forward_pre_hook(bring_arguments, with_kwargs=True).remove
@@ -59,12 +59,12 @@ def _change(places: Places, metric: Metric | MetricCollection) -> Callable[[], N
 
     @wraps(update)
     def update_everywhere(*args: Any, **kwargs: Any) -> None:
-        args, kwargs = _share(places, (args, kwargs), needs_graph=keeps_graph(metric) and _has_gradient(metric))
+        args, kwargs = share(places, (args, kwargs), needs_graph=keeps_graph(metric) and _has_gradient(metric))
         update(*args, **kwargs)
 
     @wraps(compute)
     def compute_everywhere(*args: Any, **kwargs: Any) -> Any:
-        return _share(places, compute(*args, **kwargs), needs_graph=keeps_graph(metric), is_limited=False)
+        return share(places, compute(*args, **kwargs), needs_graph=keeps_graph(metric), is_limited=False)
 
     attributes |= {"update": update_everywhere, "compute": compute_everywhere}
     return partial(attributes.update, before)
@@ -75,7 +75,7 @@ def _has_gradient(metric: Metric) -> bool:
     return metric.is_differentiable is not False and not isinstance(metric, BaseAggregator)
 
 
-def _share(places: Places, value: Any, needs_graph: bool, is_limited: bool = True) -> Any:
+def share(places: Places, value: Any, needs_graph: bool = False, is_limited: bool = True) -> Any:
     """Return nested containers with copies of placed tensors on all ranks, which do not have a gradient.
 
     Args:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import catch_warnings, filterwarnings
 from zipfile import is_zipfile
 
@@ -29,6 +29,7 @@ from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences
 from cnnstrategies.strategies.hybrid_pipeline.divided_run import DividedRun
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
+from cnnstrategies.strategies.hybrid_pipeline.metric_values import share
 from cnnstrategies.strategies.hybrid_pipeline.order import settle_verdicts, tell_news
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import meta_tensors_stay, put_others_away
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
@@ -40,6 +41,8 @@ from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 if TYPE_CHECKING:
     from cnnstrategies.planning.lighter import LighterPlan
     from cnnstrategies.planning.memory import PeakMemory
+
+T = TypeVar("T")
 
 
 class HybridPipelineStrategy(PipelineStrategy):
@@ -246,6 +249,11 @@ class HybridPipelineStrategy(PipelineStrategy):
     @override
     def differences(self, batch_size: int | None) -> list[str]:
         return differences(self._divided.placed, batch_size)
+
+    @override
+    def on_all_ranks(self, values: T) -> T:
+        result: T = share(self._connected.places, values)
+        return result
 
     @override
     def holders_of(self, tensor: Tensor) -> tuple[int, ...] | None:
