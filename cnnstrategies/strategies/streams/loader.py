@@ -1,10 +1,9 @@
 """Loader of a stream's samples for one process."""
 
-import copy
 import os
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +19,16 @@ from cnnstrategies.runtime.groups import gather_tensors
 from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.strategies.streams.agreement import until_all_end, until_own_end
 from cnnstrategies.strategies.streams.part import StreamBatch, StreamPart, is_stateful
+from cnnstrategies.strategies.streams.position import (
+    EpochPosition,
+    continue_epoch,
+    division_of,
+    gather_states,
+    refuse,
+)
 from cnnstrategies.strategies.streams.reading import OwnReader, StreamReader, can_be_divided
-from cnnstrategies.strategies.streams.recognition import StreamDivision, same_start
+from cnnstrategies.strategies.streams.recognition import StreamDivision, describe_division, same_start
 from cnnstrategies.strategies.streams.sampler import StreamedBatches
-from cnnstrategies.strategies.streams.states import gather_states, state_of_rank
-
-PLURALS = {"process": "processes", "worker": "workers"}
-KEPT = 4  # Number of batches after which the loader's state is known. Lightning fetches one batch ahead.
 
 
 class StreamLoader:
@@ -86,11 +88,7 @@ class StreamLoader:
         self._started: Iterator[StreamBatch] | None = None
         self._resume: dict[str, Any] | None = None
         self._length: int | None = None
-        self._epoch, self._is_exhausted = -1, False
-        self._served = 0  # Batches of the epoch, with those before a resume.
-        self._used = [0]  # Samples of the stream that each worker has used for batches or left out.
-        self._used_before: dict[int, list[int]] = {}  # By batch: the numbers before the batch.
-        self._states: dict[int, Any] = {}
+        self._position = EpochPosition()
         self.left_out = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -154,15 +152,7 @@ class StreamLoader:
         if self._reads_own_way:
             return f"{type(self.loader).__name__} divides the samples of {name} in its own way"
         assert division is not None, "the first batch has been loaded"
-        numbers = {"process": (division.by_process, self._processes)}
-        numbers["worker"] = division.by_worker, self.loader.num_workers
-        many = {kind: (is_own, count) for kind, (is_own, count) in numbers.items() if count > 1}
-        of_stream = " and ".join(f"{count} {PLURALS[kind]}" for kind, (is_own, count) in many.items() if is_own)
-        here = " x ".join(f"{count} {PLURALS[kind]}" for kind, (is_own, count) in many.items() if not is_own)
-        texts = [f"{name} divides its samples among {of_stream} itself"] if of_stream else []
-        if here:
-            texts.append(f"each of {here} reads all of {'these samples' if of_stream else name} and keeps its part")
-        return "; ".join(texts) or f"{name} is read by one process"
+        return describe_division(division, name, self._processes, self.loader.num_workers)
 
     def counts_of(self, batch: int) -> tuple[int, ...]:
         """Return the number of samples of each process in a batch of the current epoch."""
@@ -210,40 +200,34 @@ class StreamLoader:
             if batch.left_out:
                 self.left_out += batch.left_out
                 continue
-            self._numbers.note(self._served, batch.counts)
-            self._served += 1
-            self._used[batch.worker] += self._samples_of_batch
-            self._used_before[self._served] = list(self._used)
-            self._used_before.pop(self._served - KEPT, None)
+            self._numbers.note(self._position.batches, batch.counts)
+            self._position.add(batch.worker, self._samples_of_batch)
             if self._positions is not None and batch.first >= 0:
                 self._note_positions(range(batch.first, batch.first + sum(batch.counts)))
             inner: Any = self._reader.loader
             if is_stateful(inner) and not self._is_evaluation:
-                # LitData's loader returns the same dictionary again.
-                self._states[self._served] = copy.deepcopy(inner.state_dict())
-                self._states.pop(self._served - KEPT, None)
+                self._position.keep_state(inner.state_dict())
             yield batch.batch
-        self._is_exhausted = True
+        self._position.is_exhausted = True
 
     def _start(self) -> Iterator[StreamBatch]:
         loop: Any = self._trainer.fit_loop
-        self._epoch = 0 if self._is_evaluation else loop.epoch_progress.current.processed
-        self._is_exhausted, self.left_out = False, 0
+        position = self._position
+        epoch = 0 if self._is_evaluation else loop.epoch_progress.current.processed
+        position.begin(epoch, max(1, self.loader.num_workers))
+        self.left_out = discarded = 0
         self._numbers.begin()
         if self._positions is not None:
             self._positions.seen_batch_indices = []
-        self._states.clear()
-        self._served = discarded = 0
-        self._used = [0] * max(1, self.loader.num_workers)
         resume, self._resume = self._resume, None
-        if resume is not None and resume["ended"] and resume["epoch"] == self._epoch:
-            self._epoch += 1  # Lightning counts this epoch as finished a little later.
-        elif resume is not None and resume["epoch"] == self._epoch:
-            discarded = self._continue(resume)
-        self._used_before = {self._served: list(self._used)}
-        batches = self._reader.start(self._epoch)
-        if self._served and self._part.division != _division_of(resume):
-            self._refuse(resume)
+        if resume is not None and resume["ended"] and resume["epoch"] == epoch:
+            position.epoch += 1  # Lightning counts this epoch as finished a little later.
+        elif resume is not None and resume["epoch"] == epoch:
+            discarded = continue_epoch(resume, position, self._reader, self._trainer.global_rank)
+        position.continue_here()
+        batches = self._reader.start(position.epoch)
+        if position.batches and self._part.division != division_of(resume):
+            refuse(resume, self._part, self.loader.num_workers)
         before, now = [] if resume is None else resume["first"], self._reader.first
         if before and now and not same_start(before, now):
             rank_zero_warn(
@@ -252,54 +236,8 @@ class StreamLoader:
                 "seed the stream's order"
             )
         for batch in islice(batches, discarded):
-            self._used[batch.worker] += self._samples_of_batch
+            position.used[batch.worker] += self._samples_of_batch
         return batches
-
-    def _continue(self, resume: dict[str, Any]) -> int:
-        """Continue after the batches of a checkpoint. Return the number of batches to load and to leave out.
-
-        Raises:
-            ConfigurationError: The stream divides its samples itself, and the numbers of processes or workers differ.
-        """
-        self._served = resume["batches"]
-        workers, part = self.loader.num_workers, self._part
-        then, now = [resume["processes"], resume["workers"]], [self._processes, workers]
-        division = _division_of(resume)
-        inner: Any = self._reader.loader
-        if then == now and resume["states"] and is_stateful(inner):
-            part.division, self._reader.first = division, resume["first"]
-            self._reader.load_state_dict(state_of_rank(resume["states"], self._trainer.global_rank))
-            self._used = list(resume["used"])
-            return 0
-        if division == (False, False):
-            self._used = [sum(resume["used"]), *[0] * (len(self._used) - 1)]
-            part.skip = [self._used[0]] * len(self._used)
-            if part.draws_alike and not resume["draws_alike"]:
-                rank_zero_warn(
-                    f"if the order of {type(self.loader.dataset).__name__} is random, it differs from that of the run "
-                    "that saved the checkpoint, which one process read: samples of this epoch may then be repeated or "
-                    "left out; resume with one process, or from a checkpoint of an epoch's end"
-                )
-            part.draws_alike |= resume["draws_alike"]
-            return 0
-        if then == now:
-            return self._served
-        if division.by_process or then[1] != now[1]:
-            self._refuse(resume)
-        # Each worker continues with its own part of the stream.
-        self._used = list(resume["used"])
-        part.skip = list(self._used)
-        return 0
-
-    def _refuse(self, resume: dict[str, Any] | None) -> NoReturn:
-        assert resume is not None, "batches before this run come from a checkpoint"
-        then = f"{resume['processes']} processes with {resume['workers']} workers"
-        raise ConfigurationError(
-            f"the checkpoint was saved within epoch {resume['epoch']} by {then}, "
-            f"and {type(self.loader.dataset).__name__} divides its samples among them itself, so that "
-            f"{self._processes} processes with {self.loader.num_workers} workers cannot know which samples are left: "
-            f"resume with {then}, or from a checkpoint of an epoch's end"
-        )
 
     def _agreed(self, batches: Iterator[StreamBatch]) -> Iterator[StreamBatch]:
         name = type(self.loader.dataset).__name__
@@ -350,15 +288,12 @@ class StreamLoader:
         if self._resume is not None:
             return self._resume
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        trained = min(progress.current.processed, self._served)
+        trained = min(progress.current.processed, self._position.batches)
         states = []
         if is_stateful(self._reader.loader) and self._trainer.state.fn == "fit":
-            states = gather_states(self._states.get(trained), self._gather)
+            states = gather_states(self._position.state_after(trained), self._gather)
         return {
-            "epoch": self._epoch,
-            "batches": trained,
-            "used": self._used_before.get(trained, self._used),
-            "ended": self._is_exhausted and trained == self._served,
+            **self._position.numbers_after(trained),
             "processes": self._processes,
             "workers": self.loader.num_workers,
             "division": list(self._part.division or (False, False)),
@@ -381,12 +316,6 @@ class StreamLoader:
             )
         self._resume, self._started = dict(state), None
         self._reader.restart()
-
-
-def _division_of(resume: dict[str, Any] | None) -> StreamDivision:
-    """Return the stream's division in the run that saved a state."""
-    by_process, by_worker = (False, False) if resume is None else resume["division"]
-    return StreamDivision(bool(by_process), bool(by_worker))
 
 
 def divide_stream(loader: Any, trainer: Trainer, is_evaluation: bool) -> Any:

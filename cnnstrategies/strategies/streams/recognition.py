@@ -13,6 +13,7 @@ from cnnstrategies.errors import ConfigurationError
 
 FIRST = 8  # Number of samples of each worker that are compared.
 ROW = FIRST * (1 + LEAVES)
+PLURALS = {"process": "processes", "worker": "workers"}
 
 # Numbers that describe the first samples of one worker; see `describe_samples`.
 Row = Sequence[int]
@@ -126,3 +127,22 @@ def _same(first: Row, second: Row) -> bool:
 def same_start(first: Row, second: Row) -> bool:
     """Whether two results of :func:`describe_samples` describe the same samples."""
     return _same(first, second) or not (any(first) or any(second))
+
+
+def describe_division(division: StreamDivision, name: str, processes: int, workers: int) -> str:
+    """Return a text about the division of a stream, for the start panel.
+
+    Args:
+        division: Whether the stream divides its samples itself.
+        name: Name of the stream's class.
+        processes: Number of processes.
+        workers: Number of workers of each process.
+    """
+    numbers = {"process": (division.by_process, processes), "worker": (division.by_worker, workers)}
+    many = {kind: (is_own, count) for kind, (is_own, count) in numbers.items() if count > 1}
+    of_stream = " and ".join(f"{count} {PLURALS[kind]}" for kind, (is_own, count) in many.items() if is_own)
+    here = " x ".join(f"{count} {PLURALS[kind]}" for kind, (is_own, count) in many.items() if not is_own)
+    texts = [f"{name} divides its samples among {of_stream} itself"] if of_stream else []
+    if here:
+        texts.append(f"each of {here} reads all of {'these samples' if of_stream else name} and keeps its part")
+    return "; ".join(texts) or f"{name} is read by one process"
