@@ -81,52 +81,15 @@ class StreamCounts(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._note(trainer, trainer.val_dataloaders, batch, batch_idx, dataloader_idx)
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._note(trainer, trainer.test_dataloaders, batch, batch_idx, dataloader_idx)
-
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._note(trainer, trainer.predict_dataloaders, batch, batch_idx, dataloader_idx)
+        loader = _evaluated_loaders(trainer)[dataloader_idx]
+        if hasattr(loader, "describe_stream"):
+            self._of_loaders[dataloader_idx] += _samples_of(trainer, loader, batch, batch_idx)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, trainer.val_dataloaders)
-
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, trainer.test_dataloaders)
-
-    @override
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, trainer.predict_dataloaders)
-
-    def _note(self, trainer: Trainer, loaders: Any, batch: Any, index: int, number: int) -> None:
-        loader = tree_leaves(loaders)[number]
-        if hasattr(loader, "describe_stream"):
-            self._of_loaders[number] += _samples_of(trainer, loader, batch, index)
-
-    def _finish(self, trainer: Trainer, loaders: Any) -> None:
         """Add the numbers of all loaders and all processes. All processes must call this."""
-        streams = {n: loader for n, loader in enumerate(tree_leaves(loaders)) if hasattr(loader, "describe_stream")}
+        loaders = enumerate(_evaluated_loaders(trainer))
+        streams = {number: loader for number, loader in loaders if hasattr(loader, "describe_stream")}
         numbers = [_of_all_processes(trainer, loader, self._of_loaders[n]) for n, loader in streams.items()]
         self._of_loaders.clear()
         if streams and not trainer.sanity_checking:
@@ -134,6 +97,9 @@ class StreamCounts(Callback):
             self.evaluated = EvaluatedStreams(
                 sum(row[0] for row in numbers), sum(row[1] for row in numbers), tuple(texts)
             )
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     # Texts
 
@@ -168,6 +134,13 @@ class StreamCounts(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epochs = {int(epoch): (samples, rest) for epoch, (samples, rest) in state_dict["epochs"].items()}
         self._samples = state_dict["samples"]
+
+
+def _evaluated_loaders(trainer: Trainer) -> list[Any]:
+    """Return the loaders of the current validation, test or prediction."""
+    if trainer.predicting:
+        return tree_leaves(trainer.predict_dataloaders)
+    return tree_leaves(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
 
 
 def _samples_of(trainer: Trainer, loader: Any, batch: Any, index: int) -> int:
