@@ -25,8 +25,10 @@ def main():
     if "waits" in sys.argv:
         time.sleep(100)
     if "tells" in sys.argv:
-        print("This trial has failed: no such row\\nThis trial has failed: connection closed")
-        sys.exit(1)
+        print("This trial has failed: no such row\\nThis trial has failed: connection closed", flush=True)
+        if "terminated" not in sys.argv:
+            sys.exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)
     if "killed" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
     if "lost" in sys.argv:
@@ -54,12 +56,14 @@ def start(tmp_path, monkeypatch):
 
 def test_a_trial_reports_its_end_and_ends_all_its_processes(start):
     failed, reporting, ended, waiting = start("fails"), start("tells"), start("ends"), start("waits")
-    for program in (failed, reporting, ended):
+    terminated = start("tells", "terminated")
+    for program in (failed, reporting, ended, terminated):
         program.process.join(30)
     assert failed.process.exitcode == 1
     with pytest.raises(trial.TrialError, match="out of memory"):
         failed.wait_until_ready()
     assert reporting.cause() == "no such row", "the first rank's error is the cause"
+    assert terminated.cause() == "no such row (and ended by SIGTERM)"
     assert ended.cause().startswith("it ended by itself")
     started = ended.output.read_text().split()[0]
     assert started == multiprocessing.get_start_method(), "workers of loaders start as in fit"

@@ -157,13 +157,15 @@ class Trial:
         for signs, cause in CAUSES:
             if any(sign in text for sign in signs):
                 return cause
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        # The first failure is the cause: the other ranks lost their connections to that rank.
+        reason = next((line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)), None)
         if code < 0:
             memory = ", possibly because memory ran out" if code == -signal.SIGKILL else ""
-            return f"ended by {signal.Signals(-code).name}{memory}"
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        reasons = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
-        if reasons:
-            return reasons[0]  # The first failure is the cause: the other ranks lost their connections to that rank.
+            ended = f"ended by {signal.Signals(-code).name}{memory}"
+            return ended if reason is None else f"{reason} (and {ended})"
+        if reason is not None:
+            return reason
         if code == 0:
             return "it ended by itself: a callback, max_epochs or limit_train_batches allows no more steps"
         return lines[-1] if lines else f"exit code {code}"
