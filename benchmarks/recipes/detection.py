@@ -9,12 +9,11 @@ of values that are one update old. Their learning rate is a third, beta 1 of Ada
 import argparse
 import csv
 import json
-import os
-import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from command import command
 
 HERE = Path(__file__).resolve()
 FOLDER = HERE.parents[2] / "build" / "detection"
@@ -37,18 +36,7 @@ def trained(words: list[str]) -> tuple[list[float], float]:
     """Return `val_map` after each epoch, and the processor seconds of `fit` with its processes."""
     name = f"run_{time.time_ns()}"
     logger = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", ".", "--trainer.logger.name", name]
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "cnnstrategies"), "fit", *words, *logger],
-        cwd=FOLDER,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    _, _, seconds = command(FOLDER, "fit", *words, *logger)
     with next((FOLDER / name).rglob("metrics.csv")).open() as file:
         return [float(row["val_map"]) for row in csv.DictReader(file) if row.get("val_map")], seconds
 

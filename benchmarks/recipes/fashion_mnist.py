@@ -9,14 +9,13 @@ import argparse
 import gzip
 import itertools
 import json
-import os
 import re
-import resource
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from command import command
 
 HERE = Path(__file__).resolve()
 FOLDER = HERE.parents[2] / "build" / "fashion_mnist"  # Of the data and the runs.
@@ -30,33 +29,12 @@ networks of 2 or 3 convolutions (0.925 with fewer than 100,000 parameters), 0.94
 with 8.9 million parameters."""
 
 
-def command(*words: str) -> tuple[str, float, float]:
-    """Output, seconds and processor seconds of a command of cnnstrategies, one thread a process."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    start = time.perf_counter()
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "cnnstrategies"), *words],
-        cwd=FOLDER,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (
-        done.stdout,
-        time.perf_counter() - start,
-        now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime,
-    )
-
-
 def trained(strategy: str, seed: int) -> tuple[float, float, float]:
     """Test accuracy, and `fit`'s seconds and processor seconds."""
     run = ["--config", CONFIG, "--seed_everything", str(seed), "--trainer.strategy", strategy]
     run += ["--run_name", f"{strategy}_{seed}_{int(time.time())}", "--trainer.enable_progress_bar", "false"]
-    _, seconds, used = command("fit", *run)
-    output, _, _ = command("test", *run, "--ckpt_path", "best")
+    _, seconds, used = command(FOLDER, "fit", *run)
+    output, _, _ = command(FOLDER, "test", *run, "--ckpt_path", "best")
     match = re.search(r"test_acc +│ +([\d.]+)", output)
     if match is None:
         raise SystemExit(f"no test_acc in the output of test:\n{output}")
