@@ -9,6 +9,7 @@ import torch
 from cnnstrategies._torch_private import has_hooks, without_tensor_hooks
 from cnnstrategies.pipeline.declared_loss import LossOfCall
 from cnnstrategies.pipeline.gradient_check import allowed_difference
+from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.placed_call import PlacedCall
 from cnnstrategies.pipeline.random_draws import Draws, advance
 from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -114,6 +115,17 @@ def weights_without_a_gradient_in_this_step_decay_after_an_earlier_gradient(
         torch.zeros_like(target) if result is None and index in known else result
         for index, (target, result) in enumerate(zip(targets, results, strict=True))
     ]
+
+
+removes(
+    InterleavedBatch._has_changed,  # noqa: SLF001
+    "ranks do not say before the loss that other parameters have a gradient",
+    killed_by=test_declared_loss.check_layout,
+    gives=False,
+    replicas=(1, 1),
+    names=("doubled", "constant"),
+    takes_long=True,
+)
 
 
 @replaces(

@@ -59,9 +59,12 @@ class Part(nn.Module):
     def __init__(self, channels: int, inside: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
         super().__init__()
         self.conv = inside(nn.Conv2d(channels, 4, 3, padding=1))
+        self.is_constant = False  # Whether the convolution's parameters get no gradient.
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x).relu()
+        constants = {name: parameter.detach() for name, parameter in self.conv.named_parameters()}
+        x = torch.func.functional_call(self.conv, constants, x) if self.is_constant else self.conv(x)
+        x = x.relu()
         return _Mark.apply(x) if x.requires_grad else x  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -142,6 +145,11 @@ class Program(nn.Module):
         gradients = torch.autograd.grad(loss, [*self.net.parameters()], retain_graph=True)
         return 3 * loss + sum((p * g).sum() for p, g in zip(self.net.parameters(), gradients, strict=True))
 
+    def constant(self, batch: Any, number: int) -> Tensor:
+        """Give the parameters of a layer no gradient in the second step, which differs from a gradient of zero."""
+        self.net.second.is_constant = number == 1  # type: ignore[union-attr, assignment]
+        return self.plain(batch, number)
+
     def two_calls(self, batch: Any, number: int) -> Tensor:
         return self.plain(batch, number) + 0.5 * self.loss(self.net(batch[0].flip(-1)), batch[1])
 
@@ -192,6 +200,7 @@ PROGRAMS = {
     "doubled": None,
     "images": None,
     "twice": None,
+    "constant": None,
     "two_calls": None,
     "accumulated": None,
     "infinite": None,
@@ -274,7 +283,7 @@ def check_layout(replicas: Sequence[int], names: Sequence[str]) -> None:
             assert interleaved[2][1] == few + (few > 1), "one more if the stages run ahead"
 
 
-QUICK = ("doubled", "images", "infinite", "tiny", "other_values")
+QUICK = ("doubled", "images", "constant", "infinite", "tiny", "other_values")
 OTHERS = [name for name in PROGRAMS if name not in QUICK]
 
 
