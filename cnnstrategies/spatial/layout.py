@@ -40,11 +40,6 @@ class RowLayout:
     outer: int = 1
     inner: int = 1
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether the dimension consists of the rows alone."""
-        return self.outer == self.inner == 1
-
     def at(self, axis: int) -> "RowLayout":
         """Return the layout of a tensor in which the dimension has moved."""
         return RowLayout(axis, self.size, self.outer, self.inner)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cnnstrategies.codec import DTYPES
 from cnnstrategies.errors import ConfigurationError
 
 PLAIN = (bool, int, float, str, type(None))
@@ -29,6 +30,27 @@ DEPTH = 30  # Largest number of levels of nesting. An object that contains itsel
 def yields_pinned(loader: object) -> bool:
     """Whether a loader yields batches in pinned memory, from which a GPU copies while the CPU goes on."""
     return bool(getattr(loader, "pin_memory", False)) and torch.cuda.is_available()
+
+
+def sendable(tensor: Tensor, path: str) -> Tensor:
+    """Return a tensor of a batch that the rank that loads can send to other ranks.
+
+    Args:
+        tensor: The tensor.
+        path: Name of the tensor in error messages.
+
+    Raises:
+        ConfigurationError: The tensor cannot be sent.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.requires_grad or name not in DTYPES:
+        kind = "tensor that requires a gradient" if tensor.requires_grad else "tensor"
+        raise ConfigurationError(
+            f"{path}: a {kind} of dtype {tensor.dtype}, layout {tensor.layout} and device {tensor.device} cannot be "
+            "sent from the rank that loads to the other ranks: let collate_fn return dense tensors of a common dtype "
+            "without a gradient, and convert them in the step"
+        )
+    return tensor
 
 
 class Instance(NamedTuple):

@@ -4,18 +4,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
-from cnnstrategies.codec import DTYPES
 from cnnstrategies.data.division import samplers_of
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import Places
 from cnnstrategies.shares.samplers import batches_of
-from cnnstrategies.strategies.batch_form import take_apart
+from cnnstrategies.strategies.batch_form import sendable, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placed_batches import NoneBatch, PlacedBatches
 from cnnstrategies.strategies.joined_parts import count_samples, first_rows
@@ -198,14 +195,7 @@ class PlacedLoader:
         return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
 
     def _sendable(self, tensor: Tensor, path: str) -> Tensor:
-        name = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.requires_grad or name not in DTYPES:
-            kind = "tensor that requires a gradient" if tensor.requires_grad else "tensor"
-            raise ConfigurationError(
-                f"{path}: a {kind} of dtype {tensor.dtype}, layout {tensor.layout} and device {tensor.device} cannot "
-                "be sent from the rank that loads to the other ranks: let collate_fn return dense tensors of a "
-                "common dtype without a gradient, and convert them in the step"
-            )
+        sendable(tensor, path)
         # All replicas of the first stage join the same values, and their results need equal strides as well.
         return tensor if len(self.sources) == 1 else tensor.contiguous()
 

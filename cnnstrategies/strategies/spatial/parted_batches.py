@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cnnstrategies.codec import DTYPES
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.placed.runner import CPU
 from cnnstrategies.spatial import SpatialParts
-from cnnstrategies.strategies.batch_form import put_together, take_apart
+from cnnstrategies.strategies.batch_form import put_together, sendable, take_apart
 
 IMAGE = 4, 5  # Numbers of dimensions of a batch of images (N, C, H, W), and of volumes (N, C, D, H, W).
 AXIS_NAMES = {-1: "width", -2: "height", -3: "depth"}
@@ -71,7 +70,7 @@ def part_batch(batch: Any, axis: int | None) -> tuple[PartedBatch, list[Tensor]]
     tensors: list[Tensor] = []
 
     def noted(tensor: Tensor, path: str) -> Tensor:
-        tensors.append(_sendable(tensor, path))
+        tensors.append(sendable(tensor, path))
         return tensor
 
     form = take_apart(batch, noted)
@@ -148,15 +147,3 @@ def _with_rows(form: Any, rows: Sequence[Tensor], pins: bool) -> Any:
         items = [_with_rows(item, rows, pins) for item in form]
         return type(form)(*items) if hasattr(form, "_fields") else type(form)(items)
     return form.pin_memory() if pins and isinstance(form, Tensor) else form
-
-
-def _sendable(tensor: Tensor, path: str) -> Tensor:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.requires_grad or name not in DTYPES:
-        kind = "tensor that requires a gradient" if tensor.requires_grad else "tensor"
-        raise ConfigurationError(
-            f"{path}: a {kind} of dtype {tensor.dtype}, layout {tensor.layout} and device {tensor.device} cannot be "
-            "sent from the rank that loads to the other ranks: let collate_fn return dense tensors of a common dtype "
-            "without a gradient, and convert them in the step"
-        )
-    return tensor

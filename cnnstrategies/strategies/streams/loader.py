@@ -27,7 +27,7 @@ from cnnstrategies.strategies.streams.position import (
     refuse,
 )
 from cnnstrategies.strategies.streams.reading import OwnReader, StreamReader, can_be_divided
-from cnnstrategies.strategies.streams.recognition import StreamDivision, describe_division, same_start
+from cnnstrategies.strategies.streams.recognition import describe_division, same_start
 from cnnstrategies.strategies.streams.sampler import StreamedBatches
 
 
@@ -125,11 +125,6 @@ class StreamLoader:
         self._reader.loader.worker_init_fn = function
 
     # Facts
-
-    @property
-    def stream_division(self) -> StreamDivision | None:
-        """Whether the stream divides its samples itself; None before the first batch."""
-        return self._part.division
 
     @property
     def agrees_on_end(self) -> bool:
