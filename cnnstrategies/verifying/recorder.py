@@ -30,10 +30,15 @@ from cnnstrategies.verifying.batches import (
     ValidationBatches,
     rank_folders,
 )
-from cnnstrategies.verifying.changing_samples import lines_about_samples
 from cnnstrategies.verifying.contents import contents_of, shares_data_set
 from cnnstrategies.verifying.loaded_batches import LOADER, LoadedBatches
-from cnnstrategies.verifying.loaders import drawn_samples, epoch_samples, loader_of_one_process, whole_epoch
+from cnnstrategies.verifying.loaders import (
+    drawn_samples,
+    epoch_samples,
+    lines_about_samples,
+    loader_of_one_process,
+    whole_epoch,
+)
 from cnnstrategies.verifying.tracer import Trace, Tracer, sketch_of
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.

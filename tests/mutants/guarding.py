@@ -7,9 +7,8 @@ from cnnstrategies.guarding.forwards import ForwardRecords
 from cnnstrategies.guarding.loading import lines_about_loading
 from cnnstrategies.guarding.losses import wrong_input
 from cnnstrategies.guarding.replay import Replay
-from cnnstrategies.verifying.changing_samples import changes_itself, is_random
 from cnnstrategies.verifying.contents import other_contents, shares_data_set
-from cnnstrategies.verifying.loaders import drawn_samples
+from cnnstrategies.verifying.loaders import changes_itself, drawn_samples, is_random
 from tests.callbacks import test_guard
 from tests.guarding import test_constant_batches, test_forwards, test_inputs_of_losses, test_loading, test_replay
 from tests.mutants.faulty import removes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from cnnstrategies.verifying.changing_samples import lines_about_samples
+from cnnstrategies.verifying.loaders import lines_about_samples
 
 
 class Stored(Dataset[Any]):
