@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+gc.disable()  # There is little garbage among imported objects. `prepared` collects again.
 import torch
 from lightning.fabric.plugins.environments import lightning as lightning_environment
 from lightning.fabric.utilities import registry
@@ -90,6 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
         prepared.read(many=everything)
         if everything:
             prepared.import_tests(Path(__file__).parent)
+        prepared.keep()
         warm.install(inherited=False)
 
 
@@ -143,14 +146,21 @@ def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """Run the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave curves and pictures undrawn, because drawing takes longer than most runs of the command line.
 
-    The process is forked so that Lightning is imported only once. Curves and pictures are not drawn, because drawing
-    takes longer than most of these runs; `test_training_callbacks.py` and `test_pictures.py` test them.
+    `test_training_callbacks.py` and `test_pictures.py` test them.
     """
     monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
     leave_undrawn(monkeypatch)
+
+
+@pytest.fixture
+def run_cli(_undrawn: None) -> Callable[..., tuple[int, str]]:
+    """Run the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
+
+    The process is forked so that Lightning is imported only once. Curves and pictures are not drawn.
+    """
 
     def run(*args: object) -> tuple[int, str]:
         def command() -> None:

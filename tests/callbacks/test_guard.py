@@ -128,7 +128,8 @@ def test_the_guard_is_silent_and_changes_nothing(name: str, tmp_path: Path) -> N
     weights = []
     for guarded in (True, False):
         folder = tmp_path / str(guarded)
-        assert train(folder, guarded=guarded, strategy=make(), devices=devices, steps=32) == [[]] * devices
+        guard, run = Guard(every=10, replay_every=7), {"strategy": make(), "devices": devices}
+        assert train(folder, guard=guard, guarded=guarded, steps=16, loader=lambda: images(40), **run) == [[]] * devices
         weights.append(torch.load(folder / "weights"))
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
@@ -361,9 +362,9 @@ def test_faults_on_one_of_two_ranks_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ddp", "replicas of a stage", "spatial"])
 def test_a_flipped_bit_on_one_rank_is_found_and_named(name: str, tmp_path: Path) -> None:
     make, devices = STRATEGIES[name]
-    flips = At(25, lambda module: flip(module.get_parameter(CONV)), 1)
-    ranks = train(tmp_path, Small, flips, strategy=make(), devices=devices, steps=40)
-    assert ranks == [[("replicas", 1, 40, CONV)]] * devices
+    flips = At(12, lambda module: flip(module.get_parameter(CONV)), 1)
+    ranks = train(tmp_path, Small, flips, guard=Guard(every=10), strategy=make(), devices=devices, steps=20)
+    assert ranks == [[("replicas", 1, 20, CONV)]] * devices
 
 
 class FlipsOutput(Callback):
@@ -375,20 +376,21 @@ class FlipsOutput(Callback):
                 handle.remove()
                 flip(output)
 
-        if trainer.global_step == 14 and trainer.global_rank == 1:
+        if trainer.global_step == 6 and trainer.global_rank == 1:
             handle = register_module_forward_hook(flipped)
 
 
 def test_a_flipped_bit_of_an_activation_in_a_stage_is_found(tmp_path: Path) -> None:
     make, devices = STRATEGIES["replicas of a stage"]
-    ranks = train(tmp_path, Small, FlipsOutput(), strategy=make(), devices=devices, steps=20)
-    assert ranks == [[], [("replay", 1, 15, "backbone.0")], []]
+    guard = Guard(every=10, replay_every=7)
+    ranks = train(tmp_path, Small, FlipsOutput(), guard=guard, strategy=make(), devices=devices, steps=10)
+    assert ranks == [[], [("replay", 1, 7, "backbone.0")], []]
 
 
 def test_a_flipped_bit_of_a_moment_under_ddp(tmp_path: Path) -> None:
-    flips = At(40, lambda module: flip(momentum(module, HEAD)), 1)
-    ranks = train(tmp_path, Small, flips, strategy="ddp_fork", devices=2, steps=40)
-    assert ranks == [[("replicas", 1, 40, f"optimizer state of {HEAD}")]] * 2
+    flips = At(20, lambda module: flip(momentum(module, HEAD)), 1)
+    ranks = train(tmp_path, Small, flips, guard=Guard(every=10), strategy="ddp_fork", devices=2, steps=20)
+    assert ranks == [[("replicas", 1, 20, f"optimizer state of {HEAD}")]] * 2
 
 
 class Damages(TorchCheckpointIO):
@@ -503,6 +505,7 @@ def test_the_table_of_the_documentation_has_the_facts_of_the_code() -> None:
         assert {name: table[name, column] == "yes" for name in applied} == dict(applied), column
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_a_resumed_run_and_the_key_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line adds the guard. A resumed run, with a schedule, has no finding, and says nothing."""
     monkeypatch.chdir(tmp_path)

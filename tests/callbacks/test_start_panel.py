@@ -21,7 +21,7 @@ from cnnstrategies.planning.held_bytes import HeldBytes
 from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.shares.samplers import ShuffledBatches
 from cnnstrategies.strategies import CompressedDDPStrategy
-from cnnstrategies.strategies.predicted_memory import PredictedMemory, predicted_memory
+from cnnstrategies.strategies.predicted_memory import PredictedMemory
 from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 from tests.conftest import quiet_trainer
 from tests.runner import panels
@@ -228,9 +228,8 @@ class Counts(Callback):
     """Predicts the peak of a step, and counts the bytes of the tensors that training makes."""
 
     def on_train_start(self, trainer, pl_module):
-        self.predicted, *_ = predicted_memory(trainer, 8).peaks
+        self.predicted, *_ = start_panel.predicted_memory(trainer, 8).peaks
         self.held = HeldBytes().__enter__()
-
         self.state = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
 
     def on_train_end(self, trainer, pl_module):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import cache
 from io import StringIO
 from unittest.mock import patch
 
@@ -29,6 +30,8 @@ def rows(output: str, title: str = "Training") -> dict[str, str]:
 def compared_peaks(counted: Callable[[], int], *factors: float) -> Iterator[tuple[list[StartPanel], list[str]]]:
     """Simulate a device that counts memory, for panels that compare the peak after two batches with the predicted one.
 
+    The peak is predicted once, also for other callbacks that call `start_panel.predicted_memory`.
+
     Args:
         counted: Function that returns the real peak in bytes.
         factors: Multiple of the real peak that the device gives to each panel.
@@ -40,6 +43,7 @@ def compared_peaks(counted: Callable[[], int], *factors: float) -> Iterator[tupl
     multiples = iter(factors)
     with (
         patch.object(start_panel, "STEPS", 2),
+        patch.object(start_panel, "predicted_memory", cache(start_panel.predicted_memory)),
         patch.object(start_panel, "counted_peak", lambda device: round(counted() * next(multiples))),
         patch.object(start_panel, "rank_zero_info", lines.append),
         redirect_stdout(StringIO()),

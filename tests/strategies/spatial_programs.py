@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,13 +29,19 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from cnnstrategies import ImageClassifier, ImageSegmenter
-from cnnstrategies.callbacks import ActivationCheckpointing, GracefulStop, Pictures, StepProfile, graceful_stop
+from cnnstrategies.callbacks import (
+    ActivationCheckpointing,
+    GracefulStop,
+    Pictures,
+    StepProfile,
+    graceful_stop,
+    start_panel,
+)
 from cnnstrategies.callbacks.picture_counts import counts_for
 from cnnstrategies.planning.held_bytes import HeldBytes
 from cnnstrategies.planning.memory import PeakMemory
 from cnnstrategies.spatial import RowsTensor
 from cnnstrategies.strategies import SpatialStrategy
-from cnnstrategies.strategies.predicted_memory import predicted_memory
 from tests.conftest import ROOT, quiet_trainer
 from tests.runner import panels
 from tests.spatial.spatial_networks import ResNet, UNet
@@ -292,10 +298,13 @@ class HeldRows(HeldBytes):
 
 
 class Peaks(Callback):
-    """Notes the predicted peak memory of this rank, and the largest number of bytes of its tensors."""
+    """Notes the predicted peaks of all ranks on rank 0, and the largest number of bytes of a rank's tensors."""
+
+    predicted: Sequence[PeakMemory] = ()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.predicted = predicted_memory(trainer, 4).peaks[trainer.global_rank]
+        if trainer.is_global_zero:
+            self.predicted = start_panel.predicted_memory(trainer, 4).peaks
         self.held = HeldRows()
         self.held.__enter__()
         self.state = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
@@ -308,10 +317,10 @@ class Peaks(Callback):
         return self.held.most + self.state
 
 
-def peaks(make: Callable[[], Any], devices: int, precision: str) -> tuple[PeakMemory, int, list[str]]:
-    """Train for three steps, and return the predicted peak memory of this rank, the counted one, and panels' lines.
+def peaks(make: Callable[[], Any], devices: int, precision: str) -> tuple[Sequence[PeakMemory], int, list[str]]:
+    """Train for three steps, and return the predicted peaks of all ranks, this rank's real peak, and panels' lines.
 
-    The lines are those of panels that get the counted peak, and 1.3 times this peak.
+    Rank 0 has the predictions. The lines are those of panels that get the real peak, and 1.3 times this peak.
     """
     torch.set_default_dtype(torch.float32)
     use_strategy(devices)

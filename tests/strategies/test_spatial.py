@@ -101,11 +101,11 @@ def test_two_parts_train_as_one_process() -> None:
         r"register hooks, .* on all of these ranks alike\n"
     )
     for rank, (report, (on_one, on_both), (times, compared), stopped, memory) in enumerate(reports):
-        for predicted, counted, lines in memory:
-            assert predicted.total == pytest.approx(counted, rel=0.02)
-            assert lines == [] if rank else [panels.line_on_memory(predicted.total, 1.3 * counted)]
-        (in_full, *_), (in_half, *_) = memory
-        assert in_half.activations < 0.6 * in_full.activations
+        for (predicted, *_), (_, counted, lines) in zip(reports[0][4], memory, strict=True):
+            assert predicted[rank].total == pytest.approx(counted, rel=0.02)
+            assert lines == [] if rank else [panels.line_on_memory(predicted[0].total, 1.3 * counted)]
+        (in_full, *_), (in_half, *_) = reports[0][4]
+        assert in_half[rank].activations < 0.6 * in_full[rank].activations
         assert compared == [True, True, False], "only the first steps are compared"
         # Rank 0 waits for rows of rank 1, which sleeps in its forward. The times are means over both ranks.
         assert times["rows"] > 1000 * Slow.SECONDS / 4

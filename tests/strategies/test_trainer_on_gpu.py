@@ -416,6 +416,7 @@ def from_the_command_line() -> Counter[str]:
     return waits
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_callbacks_of_the_command_line_do_not_wait_for_the_device() -> None:
     """The exceptions are a check for signals twice a second, logging, and the end of an epoch."""
     waits = run_apart(from_the_command_line)
