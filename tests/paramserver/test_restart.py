@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.paramserver.coordinator import journal, stored_state
+from cnnstrategies.paramserver.coordinator import journal
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStore
+from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStore, StateError, from_table, to_table
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.stored_state import StateError, from_table, to_table
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 from tests.paramserver.control_world import trained
@@ -134,7 +133,7 @@ def test_a_state_with_shared_objects_is_read_as_it_was_written() -> None:
 def test_an_object_of_a_foreign_class_is_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StateError, match=r"tests.paramserver.test_restart:Stranger"):
         to_table([Stranger()])
-    monkeypatch.setattr(stored_state, "PACKAGE", "")
+    monkeypatch.setattr(journal, "PACKAGE", "")
     table, _ = to_table([Stranger()])
     monkeypatch.undo()
     with pytest.raises(StateError, match=r"tests.paramserver.test_restart:Stranger"):
