@@ -24,10 +24,10 @@ from cnnstrategies.optimizer_trial import (
     values_of_all,
 )
 from cnnstrategies.paramserver.optimizer_state import cut_state, join_state, pack_state, unpack_state
-from cnnstrategies.paramserver.optimizers import check_before_sending, load_optimizer
+from cnnstrategies.paramserver.optimizers import check_before_sending, load_optimizer, sent_options
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import Slice, cut
-from cnnstrategies.paramserver.specification import Options, Specification, hyperparameters
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 CPU = torch.device("cpu")  # Servers keep parameters in CPU memory.
 SLICE_BYTES = 64  # Small slices, so that made-up parameters are cut if the optimizer allows cut parameters.
@@ -128,7 +128,7 @@ def _values_on_server(optimizer: Optimizer, dtype: torch.dtype, served: ServedOp
             store = _store(specification, slices, worker)
             for key, state in cut_state(specification, slices, joined).items():
                 store.set_state(key, unpack_state(memoryview(pack_state(state)), slices[key]))
-        sent = json.loads(json.dumps(_sent(options, specification)))
+        sent = json.loads(json.dumps(sent_options(options, specification.groups)))
         gradients = worker.gradients(factor)
         store.apply_all({slice_.key: (_flat(slice_, gradients), 0) for slice_ in slices}, sent)
         before = [parameter.detach().clone() for parameter in worker.parameters]
@@ -139,14 +139,6 @@ def _values_on_server(optimizer: Optimizer, dtype: torch.dtype, served: ServedOp
             for part, values in zip(slice_.parts, slice_.views(store.values[slice_.key]), strict=True):
                 worker.parameters[part.parameter].detach().view(-1)[part.start : part.stop] = values.reshape(-1)
     return worker.values()
-
-
-def _sent(options: Options, specification: Specification) -> Options:
-    """Return the hyperparameters that a worker sends: those that the specification has."""
-    return [
-        {name: values[name] for name in group.options}
-        for values, group in zip(options, specification.groups, strict=True)
-    ]
 
 
 def _store(specification: Specification, slices: tuple[Slice, ...], worker: OptimizerTrial) -> Store:

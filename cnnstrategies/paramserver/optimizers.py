@@ -167,6 +167,11 @@ def check_options(options: Any, groups: Sequence[Group]) -> Options:
     return checked
 
 
+def sent_options(options: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> Options:
+    """Return the hyperparameters that a worker sends: those that the run's parameter groups have."""
+    return [{name: values[name] for name in group.options} for values, group in zip(options, groups, strict=True)]
+
+
 def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
     """Check a worker's hyperparameters before they are sent.
 

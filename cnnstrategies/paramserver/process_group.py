@@ -271,12 +271,10 @@ class CoordinatorGroup(ProcessGroup):
         _refuse("send")
 
     def recv(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to receive a tensor from one worker."""
+        """Refuse to receive a tensor from one worker, or from any worker."""
         _refuse("recv")
 
-    def recv_anysource(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to receive a tensor from any worker."""
-        _refuse("recv")
+    recv_anysource = recv
 
     def _gather(
         self, tensors: Sequence[Tensor], operation: str, root: int | None = None, uneven: bool = False

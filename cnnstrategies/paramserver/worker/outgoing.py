@@ -10,7 +10,7 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import Encoder, PayloadCompression, payload_compression
 from cnnstrategies.paramserver.messages import Encoding, Kind
-from cnnstrategies.paramserver.optimizers import check_before_sending
+from cnnstrategies.paramserver.optimizers import check_before_sending, sent_options
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.specification import PushCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections
@@ -99,10 +99,7 @@ class Outgoing:
             raise ConfigurationError(
                 f"step {step}: samples={samples} is not allowed; pass a finite number of at least 0"
             )
-        self.options = [
-            {name: values[name] for name in group.options}
-            for group, values in zip(self._specification.groups, groups, strict=True)
-        ]
+        self.options = sent_options(groups, self._specification.groups)
         self._begin = step, {"options": self.options}, float(samples)
         self.unanswered.clear()
         self._sent.clear()
