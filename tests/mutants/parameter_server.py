@@ -124,7 +124,7 @@ def a_strangers_proof_is_accepted(original, run, public_key):
 
 @replaces(Stepper.outer_step, killed_by=test_step.test_there_is_no_outer_step_without_local_steps)
 def the_outer_momentum_moves_the_weights_after_no_local_step(original, self):
-    self.own_steps = max(self.own_steps, 1)
+    self.unfinished.own_steps = max(self.unfinished.own_steps, 1)
     original(self)
 
 

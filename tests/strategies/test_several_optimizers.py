@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.joined_optimizers import joined
 from cnnstrategies.paramserver.specification import STEP_CLIP_NORM, STEP_CLIP_VALUE
 from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.checks import watch_gradients
-from cnnstrategies.strategies.parameter_server.step_clips import StepClips
+from cnnstrategies.strategies.parameter_server.step_values import StepClips
 from tests.conftest import quiet_trainer
 from tests.runner.ranks import run_apart
 from tests.strategies.adversaries import COMPILED, KINDS, OtherOrder, train

@@ -1,7 +1,7 @@
 """The state of a worker's optimizer, which the servers hold and which a user's code can therefore not read."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -30,52 +30,24 @@ class ServedState(defaultdict[Any, Any]):
         finally:
             self.readable = before
 
-    def _check(self) -> None:
-        if not self.readable:
+
+def _checked(name: str) -> Callable[..., Any]:
+    """Return a method of ``defaultdict`` that is refused while the state may not be read."""
+    method = getattr(defaultdict, name)
+
+    def call(state: ServedState, *args: Any) -> Any:
+        if not state.readable:
             raise ConfigurationError(
                 "the optimizer's state is read during training, but with strategy parameter_server the servers hold "
                 "the state: read it from a checkpoint or after fit, or use `mode: local` or strategy ddp"
             )
+        return method(state, *args)
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return the state of a parameter, if the state may be read."""
-        self._check()
-        return super().__getitem__(key)
+    return call
 
-    def __contains__(self, key: Any) -> bool:
-        """Whether there is a state of a parameter, if the state may be read."""
-        self._check()
-        return super().__contains__(key)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the parameters that have a state, if the state may be read."""
-        self._check()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        """Return the number of parameters that have a state, if the state may be read."""
-        self._check()
-        return super().__len__()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return the state of a parameter or the default, if the state may be read."""
-        self._check()
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        """Return the parameters that have a state, if the state may be read."""
-        self._check()
-        return super().keys()
-
-    def values(self) -> Any:
-        """Return the states of all parameters, if they may be read."""
-        self._check()
-        return super().values()
-
-    def items(self) -> Any:
-        """Return the parameters and their states, if the states may be read."""
-        self._check()
-        return super().items()
+for _name in ("__getitem__", "__contains__", "__iter__", "__len__", "get", "keys", "values", "items"):
+    setattr(ServedState, _name, _checked(_name))
 
 
 def reading_state(optimizer: Optimizer) -> AbstractContextManager[None]:

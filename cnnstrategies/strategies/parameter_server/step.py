@@ -20,8 +20,7 @@ from cnnstrategies.paramserver.joined_optimizers import members_of
 from cnnstrategies.paramserver.specification import STEP_GROUP, Specification, hyperparameters
 from cnnstrategies.strategies.parameter_server.readers import NOTED_STEPS, Readers
 from cnnstrategies.strategies.parameter_server.served_state import ServedState
-from cnnstrategies.strategies.parameter_server.step_clips import StepClips
-from cnnstrategies.strategies.parameter_server.step_values import ReceivedWeights, StepGradients
+from cnnstrategies.strategies.parameter_server.step_values import ReceivedWeights, StepClips, StepGradients
 
 
 @dataclass
@@ -32,11 +31,19 @@ class Unfinished:
         samples: Number of samples in the step's batches.
         batches: Number of the step's batches.
         left_out: Number of steps that this worker must skip, including the current step.
+        own_steps: In mode ``local``, the number of steps of this worker since the last outer step.
+        accumulating: Whether the next backward only accumulates gradients, which are not pushed yet.
     """
 
     samples: int = 0
     batches: int = 0
     left_out: int = 0
+    own_steps: int = 0
+    accumulating: bool = False
+
+    def end(self) -> None:
+        """Forget the batches of a step that was made or skipped."""
+        self.samples = self.batches = 0
 
 
 class Stepper:
@@ -65,14 +72,11 @@ class Stepper:
             gradients after backward, and if no gradient scaler may skip the step.
         sees_weights: Names of the hooks that may read weights between two steps.
         sync_every: In mode ``local``, the number of steps between two outer steps; otherwise 0.
-        own_steps: Initial value of the attribute `own_steps`. The value is 0 unless this worker was restarted.
+        own_steps: Initial value of :attr:`Unfinished.own_steps`. The value is 0 unless this worker was restarted.
 
     Attributes:
         worker: The worker.
         optimizer: The module's optimizer, or its optimizers as one.
-        own_steps: In mode ``local``, the number of steps of this worker since the last outer step.
-        accumulating: Whether the next backward only accumulates gradients, which are not pushed yet.
-        eager: Whether each step waits for all parameters at its end.
         parameters: The trained parameters, in the order of the specification.
         specification: The run's specification.
         unfinished: The current step so far.
@@ -94,23 +98,18 @@ class Stepper:
         self._manual = not module.automatic_optimization
         if self._manual:
             early, sees_weights = False, (*sees_weights, f"{type(module).__name__}.training_step")
-        self.eager = bool(sees_weights)
-        self.own_steps = own_steps
         self._sync_every = sync_every
-        self.accumulating = False
-        self.unfinished = Unfinished()
+        self.unfinished = Unfinished(own_steps=own_steps)
         self._groups = _members(optimizer)
         self.specification = specification
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
         positions = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._frozen = [not parameter.requires_grad for parameter in self.parameters]
-        self._names = [info.name for info in specification.parameters]
         self._early = early
         self._sees_weights = sees_weights
         self._readers = Readers(module, positions, self._manual)
         self._received = ReceivedWeights(self.parameters, compares=bool(sees_weights) and not sync_every)
-        self._gradients = StepGradients(self.parameters)
+        self._gradients = StepGradients(self.parameters, [info.name for info in specification.parameters])
         self._codecs = worker.codecs  # Encodings of pushes and of pulls in the last log line.
         self._handles: list[Any] = []  # Handles of all hooks that this object has registered.
         if not sync_every and early:
@@ -124,7 +123,7 @@ class Stepper:
                 # does, and must read new values.
                 self._handles.append(child.register_forward_pre_hook(self._waiter(indices), prepend=True))
         self._state = ServedState()
-        self._clips = StepClips({id(p): name for p, name in zip(self.parameters, self._names, strict=True)})
+        self._clips = StepClips({id(parameter): self._name(index) for index, parameter in enumerate(self.parameters)})
         for parameter in (p for p in self.parameters if self._manual and p.requires_grad):
             check = self._clips.check_kept
             self._handles.append(parameter.register_post_accumulate_grad_hook(check))  # type: ignore[no-untyped-call]
@@ -132,6 +131,9 @@ class Stepper:
             member.state = self._state
             self._handles.append(member.register_step_pre_hook(self._take_gradients))
             self._handles.append(member.register_step_post_hook(self.restore_gradients))
+
+    def _name(self, index: int) -> str:
+        return self.specification.parameters[index].name
 
     def _push_from_backward(self, index: int) -> None:
         hook = self._hook(index)
@@ -203,29 +205,28 @@ class Stepper:
     def _follow_unfreezing(self) -> None:
         """Train parameters that were unfrozen since the last step."""
         for index, parameter in enumerate(self.parameters):
-            if not self._frozen[index] or not parameter.requires_grad:
+            if not self._received.frozen[index] or not parameter.requires_grad:
                 continue
             self.worker.wait(index)
             served = self.worker.parameters[index]
             rounding = 1e-2 if self.specification.pull_compression != "none" else 0.0  # Received values may be rounded.
             if not torch.allclose(served, parameter.detach(), rtol=rounding, atol=rounding**2):
                 raise ConfigurationError(
-                    f"{self._names[index]} was changed while it was frozen, and is trained now, but the servers hold "
+                    f"{self._name(index)} was changed while it was frozen, and is trained now, but the servers hold "
                     "the old value: unfreeze it before a new fit, or use `mode: local` or strategy ddp"
                 )
             # From now on the worker writes received values into the parameter itself.
             parameter.data = served
-            self._frozen[index] = False
             if self._early:
                 self._push_from_backward(index)
-            self._received.note_one(index)
+            self._received.unfreeze(index)
 
     def before_backward(self) -> None:
         """Begin to push gradients before the last backward of a step.
 
         Do nothing if gradients may not be pushed during backward, or if this worker skips the step.
         """
-        if self._early and not (self.accumulating or self._sync_every or self.unfinished.left_out):
+        if self._early and not (self.unfinished.accumulating or self._sync_every or self.unfinished.left_out):
             self._begin()
 
     @property
@@ -244,11 +245,11 @@ class Stepper:
                 waits for all values.
         """
         if self._sync_every:
-            self.own_steps += 1
-            if self.own_steps >= self._sync_every:
+            self.unfinished.own_steps += 1
+            if self.unfinished.own_steps >= self._sync_every:
                 self.outer_step()
         else:
-            if self.eager or last:
+            if self._sees_weights or last:
                 self.worker.wait_all()
             self.note_values()
 
@@ -265,7 +266,7 @@ class Stepper:
         If this worker has made no steps since the last outer step, do nothing: the momentum alone must not change the
         weights.
         """
-        if not self.own_steps:
+        if not self.unfinished.own_steps:
             return
         assert not isinstance(self.worker, CombinedWorker), "in mode local workers are not combined"
         # In mode local the servers' optimizer is the outer optimizer.
@@ -274,7 +275,8 @@ class Stepper:
         for index, parameter in enumerate(self.parameters):
             self.worker.push(index, parameter.detach())
         self.worker.end_step()
-        self.own_steps = self.unfinished.samples = self.unfinished.batches = 0
+        self.unfinished.end()
+        self.unfinished.own_steps = 0
         self.worker.wait_all()
 
     def clip(self, optimizer: Optimizer, name: str, limit: float) -> None:
@@ -314,9 +316,8 @@ class Stepper:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the batches of a step that was made or skipped."""
         self._readers.end_step()
-        self.unfinished.samples = self.unfinished.batches = 0
+        self.unfinished.end()
 
     def skip(self) -> None:
         """Skip the optimizer's step and send nothing, because a gradient is not finite."""
@@ -401,19 +402,19 @@ class Stepper:
             ConfigurationError: A gradient was changed after it was pushed, a weight was read before it was received or
                 was changed between two steps, or a frozen parameter has a gradient.
         """
-        self._gradients.check(self._names)
+        self._gradients.check()
         changed, awaited = self._received.changed(self.worker.leader), self._readers.awaited
         for index, parameter in enumerate(self.parameters):
-            if self._frozen[index]:
+            if self._received.frozen[index]:
                 if parameter.grad is not None:
                     raise ConfigurationError(
-                        f"{self._names[index]} was unfrozen during a batch: unfreeze it in on_train_batch_start, in "
+                        f"{self._name(index)} was unfrozen during a batch: unfreeze it in on_train_batch_start, in "
                         "on_train_epoch_start or in another hook that runs before the batch"
                     )
                 continue
             if parameter.grad is not None and index not in self._readers.used and index not in awaited:
                 raise ConfigurationError(
-                    f"{self._names[index]} was used although the forward of its own module did not run, and may have "
+                    f"{self._name(index)} was used although the forward of its own module did not run, and may have "
                     f"had an old value, because strategy parameter_server records such uses in the first {NOTED_STEPS} "
                     "steps only: call the module, use the parameter directly from the first step on, or use strategy "
                     "ddp"
@@ -421,7 +422,7 @@ class Stepper:
             if changed[index]:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
-                    f"{self._names[index]} was changed between two steps, or in training_step{suspects}: the servers "
+                    f"{self._name(index)} was changed between two steps, or in training_step{suspects}: the servers "
                     "hold the parameters and would overwrite the change; use `mode: local`, or strategy ddp"
                 )
 

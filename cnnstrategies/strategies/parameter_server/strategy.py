@@ -401,7 +401,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
-        state = trainer_state(self.trainer, self._stepper.optimizer, self._stepper.own_steps, self.configuration)
+        state = trainer_state(
+            self.trainer, self._stepper.optimizer, self._stepper.unfinished.own_steps, self.configuration
+        )
         if self.collectives.boundary(state).admitted:
             # Wait until the admitted workers have received the parameters from the servers.
             self.collectives.barrier("admitted")
@@ -441,11 +443,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Send no gradients inside this context, because gradients accumulate over several batches."""
         assert self._stepper is not None
-        self._stepper.accumulating = True
+        self._stepper.unfinished.accumulating = True
         try:
             yield
         finally:
-            self._stepper.accumulating = False
+            self._stepper.unfinished.accumulating = False
 
     @override
     def optimizer_step(
