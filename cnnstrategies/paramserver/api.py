@@ -373,7 +373,7 @@ class Worker:
     def _follow(self) -> None:
         view = self._links.new_view()
         if view is not None and view.number > self.role.view.number:
-            self.role.follow(time.monotonic(), view)
+            self.role.follow(view)
             self._links.connect(view)
 
     def _arrived(self, index: int) -> None:

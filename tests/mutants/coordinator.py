@@ -9,7 +9,7 @@ from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.journal import HEAD, Journaled, _records
 from cnnstrategies.paramserver.coordinator.places import PLACE
 from cnnstrategies.paramserver.coordinator.roster import Roster
-from cnnstrategies.paramserver.core.node import Send
+from cnnstrategies.paramserver.core.node import Liveness, Send
 from cnnstrategies.paramserver.core.requests import UNKNOWN, Asking
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 from tests.mutants.faulty import removes, replaces
@@ -41,10 +41,10 @@ def a_member_that_missed_a_view_does_not_get_it_again(original, self, now, sende
 
 
 @replaces(Roster.check_members, killed_by=HUNDRED_RUNS)
-def a_silent_member_is_not_removed(original, self, now, over, view, waited):
+def a_silent_member_is_not_removed(original, self, over, view, waited):
     for member in () if over else self.members:
-        member.seen = now
-    original(self, now, over, view, waited)
+        self.liveness.hear(member.peer)
+    original(self, over, view, waited)
 
 
 removes(Roster.not_seen, "workers begin before all servers know them", killed_by=HUNDRED_RUNS, gives=[])
@@ -98,11 +98,9 @@ def a_record_with_a_changed_byte_is_replayed(original, contents):
     return original(signed)
 
 
-@replaces(Coordinator.start, killed_by=test_restart.test_the_time_without_a_coordinator_does_not_count_as_silence)
+@replaces(Liveness.pass_to, killed_by=test_restart.test_the_time_without_a_coordinator_does_not_count_as_silence)
 def time_without_a_coordinator_counts_as_silence_of_the_members(original, self, now):
-    if self._last_time is not None:
-        self._last_time = now
-    return original(self, now)
+    self._pass_to(now)
 
 
 @replaces(JournalFile.replace, killed_by=test_restart.test_a_journal_file_is_private_and_replaced_atomically)
@@ -120,7 +118,7 @@ removes(
 
 
 @replaces(Roster.admit, killed_by=test_coordinator.test_a_server_that_training_did_not_wait_for_gets_copies, dies=True)
-def a_server_that_registers_after_training_began_counts_as_a_first_server(original, self, now, peer, hello):
+def a_server_that_registers_after_training_began_counts_as_a_first_server(original, self, peer, hello):
     if self._places[peer.role, peer.id].is_awaited:
         self._places[peer.role, peer.id].state = PLACE.start
-    return original(self, now, peer, hello)
+    return original(self, peer, hello)

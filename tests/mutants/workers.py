@@ -27,9 +27,9 @@ removes(Connections.lost, "a worker waits for values that are lost", killed_by=H
     killed_by=test_questions.test_a_server_that_serves_late_does_not_count_as_unreachable,
     noticed_by=(ServersUnreachableError,),
 )
-def a_server_that_serves_late_counts_as_unreachable(original, self, now, server, deaf):
-    self._first_received = dict.fromkeys(self._first_received, -math.inf)
-    original(self, now, server, deaf)
+def a_server_that_serves_late_counts_as_unreachable(original, self, server, deaf):
+    self._received = {other: (-math.inf, last) for other, (_, last) in self._received.items()}
+    original(self, server, deaf)
 
 
 @replaces(Outgoing.send_again, killed_by=HUNDRED_RUNS)
@@ -58,12 +58,12 @@ removes(
 
 @replaces(Staging.fetched, killed_by=test_staging.test_training_on_a_device_equals_training_on_the_host)
 def gradients_are_sent_before_their_copy_from_the_device_is_complete(original, self, wait=False):
-    while self._coming:
-        index, *_ = self._coming.popleft()
+    while self._to_host:
+        index, *_ = self._to_host.popleft()
         yield index, self._gradients[index]
 
 
 @replaces(Staging.fetch, killed_by=test_staging.test_training_on_a_device_equals_training_on_the_host)
 def a_gradients_memory_is_reused_before_its_copy_is_complete(original, self, index, gradient):
     original(self, index, gradient)
-    self._coming[-1] = index, self._gradients[index], self._coming[-1][2]
+    self._to_host[-1] = index, self._gradients[index], self._to_host[-1][2]

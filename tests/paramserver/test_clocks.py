@@ -2,6 +2,7 @@
 
 import pytest
 
+from cnnstrategies.paramserver.core.node import Lasting, Liveness
 from cnnstrategies.paramserver.server.asynchronous import StaleClock
 from cnnstrategies.paramserver.server.decision import PATIENCE_SECONDS, Reports, RollCall, SyncClock
 
@@ -107,3 +108,23 @@ def test_the_cost_of_a_vote_does_not_grow_with_the_number_of_workers() -> None:
     few, many = hashes_in_a_step(100), hashes_in_a_step(800)
     assert few >= 100
     assert many < 1.1 * 8 * few, f"{few} hashes for 100 workers, {many} for 800"
+
+
+def test_a_pause_of_a_process_does_not_count_as_silence_of_others() -> None:
+    liveness: Liveness[str] = Liveness(pause=1.0)
+    liveness.pass_to(100.0)
+    liveness.hear("early")
+    liveness.pass_to(101.0)
+    liveness.hear("late")
+    liveness.pass_to(150.0)
+    assert liveness.silent(0.5) == ["early"]
+    assert not liveness.silent(1.0)
+    liveness.pass_to(150.7)
+    assert liveness.silent(0.6) == ["early", "late"]
+    liveness.listen(170.0)
+    assert not liveness.silent(0.0), "this process has not read messages since the last call"
+
+
+def test_the_time_of_a_value_begins_again_when_the_value_changes() -> None:
+    lasting = Lasting(False)
+    assert [lasting.seconds(now, now >= 2.0) for now in (0.0, 1.0, 2.0, 5.0)] == [0.0, 1.0, 0.0, 3.0]

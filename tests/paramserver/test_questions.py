@@ -24,7 +24,7 @@ def role_of(specification: Specification, id: int) -> tuple[WorkerRole, list[tor
     """Return the role of a worker in a run with one server, and the worker's values."""
     values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
     role = WorkerRole(specification, cut(specification), values, id, 0)
-    role.follow(0.0, View(1, (ServerInfo(0, "0"),), tuple(map(WorkerInfo, range(specification.workers)))))
+    role.follow(View(1, (ServerInfo(0, "0"),), tuple(map(WorkerInfo, range(specification.workers)))))
     return role, values
 
 
@@ -64,7 +64,7 @@ def test_a_server_that_serves_late_does_not_count_as_unreachable() -> None:
     role = WorkerRole(specification, cut(specification), values, 0, 0)
     server = Server(specification, 0, Store(specification, cut(specification)))
     server.follow(0.0, view)
-    role.follow(0.0, view)
+    role.follow(view)
 
     def hear(first: float, last: float) -> list[object]:
         """Let the slow server send from one time to another; return the silent servers that the other server names."""

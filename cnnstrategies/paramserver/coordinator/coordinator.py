@@ -20,6 +20,7 @@ If the coordinator's process is killed, another process continues from its journ
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from cnnstrategies.paramserver.coordinator import status
 from cnnstrategies.paramserver.coordinator.collective_rounds import UNEVEN, CollectiveWait, Rounds
@@ -27,15 +28,65 @@ from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.places import Exit, Member
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
-from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, End, Message, Peer, Send, Timer
+from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, End, Lasting, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, PROBE, REFUSED, UNKNOWN, Answering
 
 TICK = "tick"
+SUPERVISION = "supervision"  # role of the processes that start and watch the members
 # Result of a method that handles a request: fields of the reply by name; None if the reply is sent later.
 Fields = Mapping[str, object] | None
-# The interval of the timer `TICK` is shorter than this fraction of the time-out. If no event occurs for longer, the
-# coordinator's process was stopped, for example by SIGSTOP.
-STOPPED_FRACTION = 0.25
+Handler = Callable[[Any, Message], Fields]  # Arguments: the member, or a supervision's process, and the request.
+
+
+class PublishedSpecification:
+    """The run's specification, which a worker has published, and the members that wait for it.
+
+    A later specification may replace it, because parameters were added to the optimizer. All servers then begin again
+    with the later one.
+
+    Args:
+        roster: The members of the run.
+        answer: Function that sends a reply to a member.
+    """
+
+    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None]) -> None:
+        self._roster = roster
+        self._answer = answer
+        self._number = -1  # number of the specification; -1 before the first one
+        self._frames: Sequence[Buffer] = ()  # the specification, as JSON in one frame
+        self._view = 0  # number of the first view with this specification, if it has replaced an earlier one; else 0
+        # By member that waits for a specification: number of its request, and lowest number of the specification.
+        self._awaiting: dict[Peer, tuple[int, int]] = {}
+
+    def put(self, message: Message) -> None:
+        """Store the specification in a worker's message, unless another message has already brought it."""
+        number = message.integer("number")
+        if number <= self._number:
+            return
+        if self._number >= 0:
+            self._roster.respecify(number)
+            self._view = self._roster.number
+        self._frames, self._number = message.frames, number
+
+    def ask(self, peer: Peer, message: Message) -> None:
+        """Let a member wait for a specification."""
+        self._awaiting[peer] = message.request, message.integer("number")
+
+    def forget(self, peer: Peer) -> None:
+        """Drop the request of a former member."""
+        self._awaiting.pop(peer, None)
+
+    def give(self) -> None:
+        """Send the specification to the members that wait for it.
+
+        If the specification has replaced an earlier one, workers get it after all servers have seen the replacement,
+        because the servers would drop the workers' messages before.
+        """
+        unseen = self._view and self._roster.not_seen(self._view)
+        for peer, (request, least) in list(self._awaiting.items()):
+            if self._number >= least and not (unseen and peer.role == WORKER):
+                del self._awaiting[peer]
+                self._answer(peer, Message(DONE, {}, self._frames, request))
 
 
 class Coordinator:
@@ -49,16 +100,10 @@ class Coordinator:
         ended: The message to all members with the reason why the run has ended; None before the end.
         signal: Number of the first signal that a member has received, after which all members must stop; 0 if no member
             has received a signal.
-        specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
-        specification_number: Number of this specification. It is above 0 if a later specification has replaced the
-            first one, because parameters were added to the optimizer.
     """
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
-        self._tick = max(0.02, settings.timeout / 20)
-        self._last_time: float | None = None
-        self._stopped_seconds = 0.0
         self._effects: Effects = []
         self.answering = Answering()
         self.roster = Roster(settings, self._send, self._forget, self._finish)
@@ -66,52 +111,54 @@ class Coordinator:
         self.rounds = Rounds(self.roster, self.dispatcher, self._answer)
         self.ended: Message | None = None
         self.signal = 0
-        self.specification: Sequence[Buffer] | None = None
-        self.specification_number = 0
-        # Number of the first view with the specification, if it has replaced an earlier one; otherwise 0.
-        self._specification_view = 0
-        # By member that waits for a specification: number of its request, and lowest number of the specification.
-        self._awaiting_specification: dict[Peer, tuple[int, int]] = {}
-        self._deadlock: list[CollectiveWait] = []
-        self._deadlock_since = 0.0
-        # Number of the view that all servers must see before a collective's result can be sent, and the time since
-        # which the result waits. The number is 0 if no result waits.
-        self._view, self._view_since = 0, 0.0
+        self._specification = PublishedSpecification(self.roster, self._answer)
+        self._deadlock: Lasting[list[CollectiveWait]] = Lasting([])
+        # Number of the view that all servers must see before a collective's result can be sent; 0 if no result waits.
+        self._awaited_view = Lasting(0)
         self._stopping: float | None = None  # time at which a supervision process requested the end; None before
         # By number of the node: random number that identifies the node's supervision process.
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
-        # By kind of request: the method that handles it. Both servers and workers may send these kinds of requests,
-        # after their registration.
-        common_handlers: dict[str, Callable[[float, Member, Message], Fields]] = {
+        # Both servers and workers may send these kinds of requests, after their registration.
+        common: dict[str, Handler] = {
             "leave": self._leave,
             "get": self._get,
             "signal": self._signal,
             "end": self._end_by_member,
         }
-        worker_handlers: dict[str, Callable[[float, Member, Message], Fields]] = {
-            "collect": self._collect,
-            "put": self._put,
-            "epoch": self._epoch,
-            "take": self._take,
-            "give_back": self._give_back,
-            "progress": self._progress,
-        }
-        self._handlers = {SERVER: common_handlers, WORKER: common_handlers | worker_handlers}
-        self._supervision_handlers: dict[str, Callable[[float, Peer, Message], Fields]] = {
-            "died": self._died,
-            "left": self._left,
-            "status": self._status,
-            "end": self._end,
-            "stop": self._stop,
+        # By role, then by kind of request: the method that handles it.
+        self._handlers: dict[str, dict[str, Handler]] = {
+            SERVER: common,
+            WORKER: {
+                **common,
+                "collect": self._collect,
+                "put": self._put,
+                "epoch": self._epoch,
+                "take": self._take,
+                "give_back": self._give_back,
+                "progress": self._progress,
+            },
+            SUPERVISION: {
+                "died": self._died,
+                "left": self._left,
+                "status": self._status,
+                "end": self._end,
+                "stop": self._stop,
+            },
         }
 
     def start(self, now: float) -> Effects:
         """Begin to wait for the members, or continue after this coordinator's earlier process was killed."""
-        if self._last_time is None:
-            self._last_time = self.roster.began = now
+        liveness = self.roster.liveness
+        is_restarted = liveness.runs
+        liveness.pass_to(now)
+        if is_restarted:
+            self.roster.history.note_restart(liveness.now)
         else:
-            self.roster.history.note_restart(self._awake_time(now))
-        return [Timer(TICK, now + self._tick)]
+            self.roster.began = now
+        return [self._next_tick(now)]
+
+    def _next_tick(self, now: float) -> Timer:
+        return Timer(TICK, now + max(0.02, self._settings.timeout / 20))
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Reply to a watcher, or act on a message of this session.
@@ -120,37 +167,26 @@ class Coordinator:
         is over, a message of a later session ends this role.
         """
         if sender.role == status.WATCHER:
-            awake_time = now - self._stopped_seconds
             waits = [*self.rounds.waits, *self.rounds.deadlock()[1:]]
-            answer = status.answer(self._settings, self.roster, awake_time, message, waits, self.ended)
+            awake = self.roster.liveness.awake(now)
+            answer = status.answer(self._settings, self.roster, awake, message, waits, self.ended)
             return [Send(sender, answer)]
         session = message.integer("session")
         if session == self._settings.session:
-            self._handle(self._awake_time(now), sender, message)
+            self.roster.liveness.pass_to(now)
+            self._handle(sender, message)
         elif session > self._settings.session and self.ended is not None:
             self._effects.append(End("the next session begins", clean=True))
         return self._take_effects()
 
     def on_timer(self, now: float, name: str) -> Effects:
         """Check for silent members and for deadlocks, and set the timer for the next check."""
-        awake = self._awake_time(now)
-        if self.rounds.view != self._view:
-            self._view, self._view_since = self.rounds.view, awake
-        self.roster.check_members(awake, self.ended is not None, self._view, awake - self._view_since)
-        self._check_deadlock(awake)
-        self._after_change(awake)
-        return [*self._take_effects(), Timer(TICK, now + self._tick)]
-
-    def _awake_time(self, now: float) -> float:
-        """Return the current time minus all pauses in which this process was stopped.
-
-        The silence of members is measured with this time, so a pause of this process does not count as silence.
-        """
-        assert self._last_time is not None, "the coordinator has started"
-        passed, self._last_time = now - self._last_time, now
-        if passed > STOPPED_FRACTION * self._settings.timeout:
-            self._stopped_seconds += passed
-        return now - self._stopped_seconds
+        self.roster.liveness.pass_to(now)
+        awake, view = self.roster.liveness.now, self.rounds.view
+        self.roster.check_members(self.ended is not None, view, self._awaited_view.seconds(awake, view))
+        self._check_deadlock()
+        self._after_change()
+        return [*self._take_effects(), self._next_tick(now)]
 
     def _take_effects(self) -> Effects:
         effects, self._effects = self._effects, []
@@ -164,16 +200,18 @@ class Coordinator:
 
     # Messages
 
-    def _handle(self, now: float, sender: Peer, message: Message) -> None:
+    def _handle(self, sender: Peer, message: Message) -> None:
         member = self.roster.find(sender)
         if member is not None:
-            member.seen = now
+            self.roster.liveness.hear(sender)
         if message.kind == "hello":
-            self._hello(now, sender, message)
+            self._hello(sender, message)
         elif message.kind == PROBE:
             self._probe(sender, member, message)
-        elif sender.role == "supervision":
-            self._handle_supervision(now, sender, message)
+        elif sender.role == SUPERVISION:
+            self._check_supervision(sender, message)
+            fields = self._handler(sender, message)(sender, message)
+            self._send(sender, Message(DONE, fields or {}, request=message.request))
         elif message.kind == "over":
             if member is None and self.roster.member_at(sender.role, sender.id) is not None:
                 raise ControlError(f"{message.kind}: another process is registered as {sender}")
@@ -183,22 +221,26 @@ class Coordinator:
         elif member is None:
             self._refuse(sender, message)
         elif message.kind == "beat":
-            self._beat(now, member, message)
+            self._beat(member, message)
         else:
-            self._request(now, member, message)
-        self._after_change(now)
+            self._request(member, message)
+        self._after_change()
 
-    def _request(self, now: float, member: Member, message: Message) -> None:
-        handler = self._handlers[member.peer.role].get(message.kind)
+    def _handler(self, sender: Peer, message: Message) -> Handler:
+        handler = self._handlers[sender.role].get(message.kind)
         if handler is None:
-            raise ControlError(f"a {member.peer.role} must not send the request {message.kind!r}")
+            raise ControlError(f"a {sender.role} process must not send the request {message.kind!r}")
+        return handler
+
+    def _request(self, member: Member, message: Message) -> None:
+        handler = self._handler(member.peer, message)
         if self.ended is not None and message.kind != "leave":
             self._send(member.peer, self.ended)
             return
         if not self.answering.accept(member.peer, message):
             return
         try:
-            fields = handler(now, member, message)
+            fields = handler(member, message)
         except ControlError as error:
             text = f"`{message.kind}` has wrong contents: {error}"
             self._answer(member.peer, Message(REFUSED, {"message": text}, request=message.request))
@@ -212,15 +254,14 @@ class Coordinator:
         else:
             self._send(sender, Message(UNKNOWN, {"ids": message.integers("ids")}))
 
-    def _check_deadlock(self, now: float) -> None:
+    def _check_deadlock(self) -> None:
         """End the run if two groups of workers have waited for each other for longer than the time-out."""
         deadlock = self.rounds.deadlock()
-        if deadlock != self._deadlock:
-            self._deadlock, self._deadlock_since = deadlock, now
-        if deadlock and now - self._deadlock_since > self._settings.timeout:
+        seconds = self._deadlock.seconds(self.roster.liveness.now, deadlock)
+        if deadlock and seconds > self._settings.timeout:
             self._finish(": ".join(["no worker can go on", "; ".join(map(str, deadlock)), UNEVEN]))
 
-    def _after_change(self, now: float) -> None:
+    def _after_change(self) -> None:
         """Continue the collectives after an event.
 
         If a supervision process has requested the end, also end this role when nothing is left to wait for.
@@ -229,18 +270,18 @@ class Coordinator:
         never registered, but no longer than the time-out.
         """
         if self._stopping is not None and not self.roster.members:
-            late = now - self._stopping > self._settings.timeout
+            late = self.roster.liveness.now - self._stopping > self._settings.timeout
             if late or not self.roster.missing():
                 self._effects.append(End("a supervision process requested the end", clean=True))
         if self.ended is None:
-            self._give_specification()
+            self._specification.give()
             self.rounds.go_on()
             if (reason := self.rounds.over) is not None:
                 self._finish(reason)
 
     # Members
 
-    def _hello(self, now: float, sender: Peer, message: Message) -> None:
+    def _hello(self, sender: Peer, message: Message) -> None:
         if self.roster.gone.get(sender) == Exit.LEFT:
             return  # This is a late copy of a registration whose process has left, so no reply is needed.
         if (stranger := self.roster.stranger(sender, message)) is not None:
@@ -248,7 +289,7 @@ class Coordinator:
             self._send(sender, Message(REFUSED, fields, request=message.request))
         elif (end := self._end_for(sender)) is not None:
             self._send(sender, Message(REFUSED, end, request=message.request))
-        elif self.roster.admit(now, sender, message):
+        elif self.roster.admit(sender, message):
             self._send(sender, Message(DONE, self.roster.view_message.fields, request=message.request))
 
     def _refuse(self, sender: Peer, message: Message) -> None:
@@ -274,12 +315,12 @@ class Coordinator:
             return {"message": refusal, "clean": False}
         return None if self.ended is None else self.ended.fields
 
-    def _beat(self, now: float, member: Member, message: Message) -> None:
+    def _beat(self, member: Member, message: Message) -> None:
         figures = status.figures_of(message)
         seen, view_number, signal = (message.integer(name) for name in ("seen", "here", "signal"))
         member.acknowledged = max(member.acknowledged, seen)
         if figures is not None:
-            member.figures, member.measured = figures, now
+            member.figures, member.measured = figures, self.roster.liveness.now
         pong = {"number": self.roster.number, "losses": self.roster.history.losses}
         self._send(member.peer, Message("pong", pong))
         if self.ended is not None:
@@ -290,13 +331,13 @@ class Coordinator:
         if self.signal and not signal:
             self._send(member.peer, self._stopping_message())
 
-    def _leave(self, now: float, member: Member, message: Message) -> Fields:
+    def _leave(self, member: Member, message: Message) -> Fields:
         if "epoch" in message.fields:
             self.dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
-        self._remove_leaver(now, member)
+        self._remove_leaver(member)
         return {}
 
-    def _remove_leaver(self, now: float, member: Member) -> None:
+    def _remove_leaver(self, member: Member) -> None:
         self.roster.remove(member, Exit.LEFT)
         self._forget(member)
         if member.peer.role == WORKER:
@@ -307,7 +348,7 @@ class Coordinator:
     def _forget(self, member: Member) -> None:
         """Drop a former member's requests, and its contributions to collectives."""
         self.answering.forget(member.peer)
-        self._awaiting_specification.pop(member.peer, None)
+        self._specification.forget(member.peer)
         if member.peer.role == WORKER:
             self.rounds.forget(member.peer.id)
             if self.roster.sealed:
@@ -323,65 +364,41 @@ class Coordinator:
 
     # Members' requests
 
-    def _collect(self, now: float, member: Member, message: Message) -> Fields:
+    def _collect(self, member: Member, message: Message) -> Fields:
         trouble = self.rounds.collect(member, message)
         if trouble is not None:
             self._finish(trouble)
         return None
 
-    def _put(self, now: float, member: Member, message: Message) -> Fields:
-        """Store the specification that the message contains, unless another message has already brought it.
-
-        Then send the stored specification to the members that wait for it. If it replaces an earlier specification, all
-        servers begin again with it.
-        """
-        number = message.integer("number")
-        if self.specification is None or number > self.specification_number:
-            if self.specification is not None:
-                self.roster.respecify(number)
-                self._specification_view = self.roster.number
-            self.specification, self.specification_number = message.frames, number
+    def _put(self, member: Member, message: Message) -> Fields:
+        self._specification.put(message)
         return {}
 
-    def _get(self, now: float, member: Member, message: Message) -> Fields:
-        self._awaiting_specification[member.peer] = message.request, message.integer("number")
+    def _get(self, member: Member, message: Message) -> Fields:
+        self._specification.ask(member.peer, message)
         return None
 
-    def _give_specification(self) -> None:
-        """Send the specification to the members that wait for it.
-
-        If the specification has replaced an earlier one, workers get it after all servers have seen the replacement,
-        because the servers would drop the workers' messages before.
-        """
-        if self.specification is None:
-            return
-        unseen = self._specification_view and self.roster.not_seen(self._specification_view)
-        for peer, (request, least) in list(self._awaiting_specification.items()):
-            if self.specification_number >= least and not (unseen and peer.role == WORKER):
-                del self._awaiting_specification[peer]
-                self._answer(peer, Message(DONE, {}, self.specification, request))
-
-    def _epoch(self, now: float, member: Member, message: Message) -> Fields:
+    def _epoch(self, member: Member, message: Message) -> Fields:
         number = message.integer("epoch")
         done = message.string("done") if "done" in message.fields else ""
         samples = self.dispatcher.begin(number, message.integer("samples"), message.integer("chunk"), done)
         return {"samples": samples}
 
-    def _take(self, now: float, member: Member, message: Message) -> Fields:
+    def _take(self, member: Member, message: Message) -> Fields:
         number, processed, ordinal = (message.integer(name) for name in ("epoch", "processed", "ordinal"))
         chunk = self.dispatcher.take(member.peer.id, number, processed, self.roster.original_workers, ordinal)
         return {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
 
-    def _give_back(self, now: float, member: Member, message: Message) -> Fields:
+    def _give_back(self, member: Member, message: Message) -> Fields:
         self.dispatcher.give_back(member.peer.id, message.integer("epoch"))
         return {}
 
-    def _progress(self, now: float, member: Member, message: Message) -> Fields:
+    def _progress(self, member: Member, message: Message) -> Fields:
         number = message.integer("epoch")
         self.dispatcher.processed(member.peer.id, number, message.integer("processed"))
         return {"done": self.dispatcher.progress(number)} if message.flag("tell") else {}
 
-    def _signal(self, now: float, member: Member, message: Message) -> Fields:
+    def _signal(self, member: Member, message: Message) -> Fields:
         """Tell all members to stop, because a member has received a signal.
 
         If several members have received signals, the number of the first signal is sent.
@@ -395,41 +412,43 @@ class Coordinator:
 
     # Messages from supervision processes
 
-    def _handle_supervision(self, now: float, sender: Peer, message: Message) -> None:
-        # The coordinator knows the random number of the supervision process that started it. For every other node, it
-        # accepts the first process that sends a message as the node's supervision process, and refuses all others.
+    def _check_supervision(self, sender: Peer, message: Message) -> None:
+        """Check that a message comes from the supervision process of its node.
+
+        The coordinator knows the random number of the supervision process that started it. For every other node, it
+        accepts the first process that sends a message as the node's supervision process, and refuses all others.
+
+        Raises:
+            ControlError: The sender is another process.
+        """
         known = self._supervisions.setdefault(sender.id, sender.process) if sender.id < self._settings.nodes else -1
         if known != sender.process:
             raise ControlError(f"{message.kind}: the sender is not the supervision process of node {sender.id}")
-        handler = self._supervision_handlers.get(message.kind)
-        if handler is None:
-            raise ControlError(f"a supervision process must not send the request {message.kind!r}")
-        self._send(sender, Message(DONE, handler(now, sender, message) or {}, request=message.request))
 
-    def _died(self, now: float, sender: Peer, message: Message) -> Fields:
+    def _died(self, sender: Peer, message: Message) -> Fields:
         role, identity, incarnation = message.string("role"), message.integer("id"), message.integer("incarnation")
         process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
-        member = Member(Peer(role, identity, incarnation), process, "this node", now)
-        self.roster.died(now, member, how, replaced, over=self.ended is not None)
+        member = Member(Peer(role, identity, incarnation), process, "this node")
+        self.roster.died(member, how, replaced, over=self.ended is not None)
         return {}
 
-    def _left(self, now: float, sender: Peer, message: Message) -> Fields:
+    def _left(self, sender: Peer, message: Message) -> Fields:
         member = self.roster.member_at(message.string("role"), message.integer("id"))
         if member is not None and member.peer.incarnation == message.integer("incarnation"):
-            self._remove_leaver(now, member)
+            self._remove_leaver(member)
         return {}
 
-    def _status(self, now: float, sender: Peer, message: Message) -> Fields:
+    def _status(self, sender: Peer, message: Message) -> Fields:
         return {"silent": self.roster.silent, "ended": None if self.ended is None else dict(self.ended.fields)}
 
-    def _stop(self, now: float, sender: Peer, message: Message) -> Fields:
+    def _stop(self, sender: Peer, message: Message) -> Fields:
         """End the run at the request of a supervision process, which has already ended the members of its node.
 
         :meth:`_after_change` ends this role after the members on other nodes have also ended.
         """
         ended = {(role, identity) for role, identity in message.table("members", str, int)}
         self._finish("the run is over", clean=True)
-        self._stopping = now if self._stopping is None else self._stopping
+        self._stopping = self.roster.liveness.now if self._stopping is None else self._stopping
         for role_and_id in ended:
             self.roster.stop_expecting(*role_and_id)
         for member in self.roster.members:
@@ -437,14 +456,14 @@ class Coordinator:
                 self.roster.remove(member, Exit.LEFT)
         return {}
 
-    def _end(self, now: float, sender: Peer, message: Message) -> Fields:
+    def _end(self, sender: Peer, message: Message) -> Fields:
         self._finish(message.string("message")[:4000], clean=message.flag("clean"))
         return {}
 
-    def _end_by_member(self, now: float, member: Member, message: Message) -> Fields:
+    def _end_by_member(self, member: Member, message: Message) -> Fields:
         if self.roster.is_joiners_place(*member.peer[:2]):
             raise ControlError("a joiner cannot end the run")
-        return self._end(now, member.peer, message)
+        return self._end(member.peer, message)
 
     def _finish(self, text: str, clean: bool = False) -> None:
         """End the run, and send the reason to all members. If the run has already ended, nothing changes.

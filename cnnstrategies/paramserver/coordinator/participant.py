@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cnnstrategies.paramserver.coordinator.settings import Address
-from cnnstrategies.paramserver.core.node import Call, Effects, End, Message, Peer, Return, Send, Timer
+from cnnstrategies.paramserver.core.node import Call, Effects, End, Liveness, Message, Peer, Return, Send, Timer
 from cnnstrategies.paramserver.core.requests import MOST_SECONDS, REFUSED, REPLIES, TIMER, Asking, Request
 from cnnstrategies.paramserver.core.view import View
 
@@ -37,7 +37,6 @@ class Participant:
         seen: Number of the newest view on which this process acts.
         figures: Function that returns this process's figures; see :func:`.status.figures_of`.
         losses: Number of processes that the run has lost, according to the coordinator's last message.
-        heard: Time of the coordinator's last message.
         unheard: Whether this role has ended because the coordinator was silent for too long.
     """
 
@@ -52,19 +51,19 @@ class Participant:
         self.seen = 0
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.losses = 0
-        self.heard = self._next_beat = 0.0
         self.unheard = False
+        self._liveness: Liveness[Peer] = Liveness(address.heartbeat + STOPPED_FRACTION * address.timeout)
         self._sequence = 0
         self._taken_chunks: dict[int, int] = {}
 
     def start(self, now: float) -> Effects:
         """Send the registration and set the timer for heartbeats."""
-        self.heard = now
-        return [*self._asking.ask(now, "hello", self._hello), *self._schedule_beat(now)]
+        self._hear(now)
+        return [*self._asking.ask(now, "hello", self._hello), Timer(BEAT, now + self._address.heartbeat)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Act on a message from the coordinator."""
-        self.heard = now
+        self._hear(now)
         if message.kind in REPLIES:
             request, effects = self._asking.on_reply(now, message)
             return effects + (self._answered(now, request, message) if request is not None else [])
@@ -86,18 +85,14 @@ class Participant:
         """
         if self.ended is not None:
             return []
+        self._liveness.pass_to(now)
         if name == TIMER:
             return self._asking.on_timer(now)
-        late = now - self._next_beat
-        if late > STOPPED_FRACTION * self._address.timeout:
-            # This process was stopped. The pause is added to `heard`, so that it does not count as silence of the
-            # coordinator. If a message was read since the pause, `heard` is current already, so `now` limits the sum.
-            self.heard = min(now, self.heard + late)
         leaving = any(request.message.kind == "leave" for request in self._asking.open.values())
-        if leaving and now - self.heard > LEAVING_FRACTION * self._address.timeout:
+        if leaving and self._liveness.silent(LEAVING_FRACTION * self._address.timeout):
             return self._end(LEFT_UNHEARD, clean=True)
         patience = self._address.timeout if self.view is not None else self._address.appear
-        if now - self.heard > patience:
+        if self._liveness.silent(patience):
             self.unheard = True
             cause = "it died, or the connection to it is cut"
             if self.view is None:
@@ -107,7 +102,7 @@ class Participant:
             return self._end(
                 f"the coordinator at {self._address.coordinator} was silent for {patience:g} s: {cause}", clean=False
             )
-        return [*self._beat(), *self._schedule_beat(now)]
+        return [*self._beat(), Timer(BEAT, now + self._address.heartbeat)]
 
     def on_call(self, now: float, call: Call) -> Effects:
         """Send a request to the coordinator, or report the view on which this process acts."""
@@ -170,9 +165,9 @@ class Participant:
             fields["figures"] = figures
         return [Send(COORDINATOR, Message("beat", {"session": self._address.session, **fields}))]
 
-    def _schedule_beat(self, now: float) -> Effects:
-        self._next_beat = now + self._address.heartbeat
-        return [Timer(BEAT, self._next_beat)]
+    def _hear(self, now: float) -> None:
+        self._liveness.pass_to(now)
+        self._liveness.hear(COORDINATOR)
 
     def _accept_end(self, message: Message) -> Effects:
         over = Send(COORDINATOR, Message("over", {"session": self._address.session}))

@@ -23,7 +23,6 @@ class Member:
         peer: The process's role, id, incarnation and random number.
         process: The operating system's process id, for messages to the user.
         host: Host name of the process.
-        seen: Time of the last message from the process.
         endpoint: Address at which a server listens; empty for workers.
         public_key: The process's public CURVE key; empty without encryption.
         acknowledged: Number of the newest view on which the process acts, according to its last report.
@@ -37,7 +36,6 @@ class Member:
     peer: Peer
     process: int
     host: str
-    seen: float
     endpoint: str = ""
     public_key: str = ""
     acknowledged: int = 0
@@ -47,10 +45,10 @@ class Member:
     measured: float = 0.0
 
     @classmethod
-    def from_hello(cls, peer: Peer, hello: Message, now: float) -> "Member":
+    def from_hello(cls, peer: Peer, hello: Message) -> "Member":
         """Return the member that a registration message, `hello`, describes."""
         host, endpoint, key = (hello.string(name) for name in ("host", "endpoint", "public_key"))
-        return cls(peer, hello.integer("process"), host[:255], now, endpoint, key)
+        return cls(peer, hello.integer("process"), host[:255], endpoint, key)
 
     def __str__(self) -> str:
         return f"{self.peer} (process {self.process} on {self.host})"

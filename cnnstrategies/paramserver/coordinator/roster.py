@@ -13,7 +13,7 @@ from dataclasses import replace
 from cnnstrategies.identity import Identity
 from cnnstrategies.paramserver.coordinator.places import Exit, History, Member, Place, PlaceEvent, PlaceState
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
-from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.node import Liveness, Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 WRITER = 0  # id of the worker that writes checkpoints and logs; if this worker is lost and not replaced, the run ends
@@ -21,6 +21,9 @@ CONFIRM_SECONDS = 5.0  # seconds within which a supervision process must report 
 # A collective's result may have to wait until all servers have seen a view. A server that has not seen the view after
 # this many time-outs is removed, even if it sends heartbeats.
 PATIENCE = 6
+# The coordinator checks its members more often than this fraction of the time-out. If no event occurs for longer, its
+# process was stopped, for example by SIGSTOP.
+STOPPED_FRACTION = 0.25
 
 
 class Roster:
@@ -33,6 +36,7 @@ class Roster:
         finish: Function that ends the run with an error message.
 
     Attributes:
+        liveness: The book of liveness of the members.
         began: Time at which the coordinator began to wait for members.
         group: Ids of the workers that take part in collectives. At the start of the run the group contains all original
             workers.
@@ -52,6 +56,7 @@ class Roster:
         forget: Callable[[Member], None],
         finish: Callable[[str], None],
     ) -> None:
+        self.liveness: Liveness[Peer] = Liveness(STOPPED_FRACTION * settings.timeout)
         self.began = 0.0
         self.group = set(range(settings.workers))
         self.sealed = False
@@ -147,6 +152,7 @@ class Roster:
         peer = member.peer
         place = self._places[peer.role, peer.id]
         place.clear()
+        del self.liveness.heard[peer]
         if self.is_joiners_place(peer.role, peer.id):
             # Joiners may come and go in every epoch, each with a new incarnation. To stay small, `gone` keeps only the
             # last process in a joiner's place. Earlier processes are refused because of their lower incarnation.
@@ -200,13 +206,12 @@ class Roster:
             return f"{peer} was registered already ({known}), or another process has replaced it"
         return None
 
-    def admit(self, now: float, peer: Peer, hello: Message) -> bool:
+    def admit(self, peer: Peer, hello: Message) -> bool:
         """Make a process a member if its place is free. Call this only if :meth:`refusal` returns None.
 
         If an earlier incarnation still has the place, the method returns False. The process must register again later.
 
         Args:
-            now: The current time.
             peer: Identity of the process.
             hello: The registration's message.
 
@@ -219,10 +224,11 @@ class Roster:
         if place.member is not None:
             return place.member.peer == peer
         was_waited_for = place.state == PlaceState.EXPECTED
-        member = Member.from_hello(peer, hello, now)
+        member = Member.from_hello(peer, hello)
         place.register(member)
+        self.liveness.hear(peer)
         if peer.incarnation and not self.is_joiners_place(peer.role, peer.id):
-            self.history.note(now, f"{member} has replaced the earlier process of {member.peer}")
+            self.history.note(self.liveness.now, f"{member} has replaced the earlier process of {member.peer}")
         if peer.role == SERVER:
             # Training waits for the first process of each server, so these first processes count as equally old. If a
             # first process has died, training may have begun with the other servers that hold its slices. A new process
@@ -233,33 +239,32 @@ class Roster:
 
     # Losses of members
 
-    def check_members(self, now: float, over: bool, view: int, waited: float) -> None:
+    def check_members(self, over: bool, view: int, waited: float) -> None:
         """Remove members that were silent for too long, and end the run if it cannot go on. Call this regularly.
 
         The method also removes servers that send heartbeats, but have not acted on the view `view` for too long.
 
         Args:
-            now: The current time.
             over: Whether the run is over. Silent members are then removed without further consequences.
             view: Number of the view that all servers must see before a collective's result can be sent; 0 if no result
                 waits.
             waited: Seconds for which the result has waited.
         """
-        timeout, appear = self._settings.timeout, self._settings.appear
-        silent = [member for member in self.members if now - member.seen > timeout]
+        now, timeout, appear = self.liveness.now, self._settings.timeout, self._settings.appear
+        silent = [member for member in self.members if now - self.liveness.heard[member.peer] > timeout]
         if over:
             for member in silent:
                 self.remove(member, Exit.SILENT_AT_END)
             return
-        if self._is_cut_off(now):
+        if self._is_cut_off():
             return
         for member in silent:
-            self._remove_silent(now, member, f"was silent for {timeout:g} s")
+            self._remove_silent(member, f"was silent for {timeout:g} s")
         for member in self.members:
             # A server that has not acted on any view is still starting, and gets more time.
             patience = PATIENCE * timeout if member.acknowledged > 0 else max(appear, PATIENCE * timeout)
             if member.peer.role == SERVER and member.acknowledged < view and waited > patience:
-                self._remove_silent(now, member, f"has not followed view {view} for {patience:g} s")
+                self._remove_silent(member, f"has not followed view {view} for {patience:g} s")
         if now - self.began > appear and (missing := self.missing()):
             self._finish(
                 f"{', '.join(missing)} did not appear within {appear:g} s: start the run on all its machines, start "
@@ -269,13 +274,12 @@ class Roster:
             if place.promise is not None and now > place.promise[0]:
                 self._finish(place.promise[1])
 
-    def died(self, now: float, member: Member, how: str, replaced: bool, over: bool = False) -> None:
+    def died(self, member: Member, how: str, replaced: bool, over: bool = False) -> None:
         """Act on a supervision process's report that a process has died.
 
         The process may have died before it registered, or may have been removed from the members already.
 
         Args:
-            now: The current time.
             member: The process.
             how: Cause of the death, for messages to the user.
             replaced: Whether the supervision process starts another process in the place of the dead one.
@@ -293,28 +297,26 @@ class Roster:
             self._forget(known)
             member = known
         if not over:
-            self._decide_without(now, member, how, replaced)
+            self._decide_without(member, how, replaced)
         elif not replaced:
             place.happen(PlaceEvent.IS_GIVEN_UP)
 
-    def _is_cut_off(self, now: float) -> bool:
+    def _is_cut_off(self) -> bool:
         """Return whether the coordinator has probably lost its network connection. If so, no member may be removed.
 
         The connection counts as lost if there are several members and all of them were silent for half the time-out,
         because it is unlikely that all members die at the same time. If all members were silent for the whole time-out,
         the method also ends the run.
         """
-        members = self.members
-        quiet = now - max((member.seen for member in members), default=now)
-        timeout = self._settings.timeout
-        if len(members) > 1 and quiet > timeout:
+        members, timeout = len(self.liveness.heard), self._settings.timeout
+        if members > 1 and len(self.liveness.silent(timeout)) == members:
             self._finish(
-                f"the coordinator has not heard any of the {len(members)} members for {timeout:g} s: check the network "
+                f"the coordinator has not heard any of the {members} members for {timeout:g} s: check the network "
                 "connection of the coordinator's machine"
             )
-        return len(members) > 1 and quiet > timeout / 2
+        return members > 1 and len(self.liveness.silent(timeout / 2)) == members
 
-    def _remove_silent(self, now: float, member: Member, how: str) -> None:
+    def _remove_silent(self, member: Member, how: str) -> None:
         self.remove(member)
         if not self.is_joiners_place(*member.peer[:2]):  # Supervision processes cannot end joiners' processes.
             self.silent.append([*member.peer[:3]])
@@ -323,15 +325,12 @@ class Roster:
         # whether they replace them. If no report arrives within these seconds, the supervision process itself may be
         # gone, so the coordinator does not wait longer.
         confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
-        self._decide_without(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
+        self._decide_without(member, how, replaced=self._settings.supervised, seconds=confirmed)
 
-    def _decide_without(
-        self, now: float, member: Member, how: str, replaced: bool, seconds: float | None = None
-    ) -> None:
+    def _decide_without(self, member: Member, how: str, replaced: bool, seconds: float | None = None) -> None:
         """Decide whether the run goes on without a removed member, and end the run if it cannot.
 
         Args:
-            now: The current time.
             member: The removed member.
             how: Cause of the loss, for messages to the user.
             replaced: Whether another process may take the member's place.
@@ -344,12 +343,12 @@ class Roster:
         if peer.incarnation >= place.lost:
             place.lost = peer.incarnation + 1
             self.history.losses += 1
-            self.history.note(now, f"{member} {how}")
+            self.history.note(self.liveness.now, f"{member} {how}")
         reason = self._without_server(member, how) if peer.role == SERVER else self._without_worker(member, how)
         if reason is not None and replaced:
             seconds = self._settings.appear if seconds is None else seconds
             text = f"{member} {how}, and no process took its place within {seconds:g} s"
-            place.promise = now + seconds, text
+            place.promise = self.liveness.now + seconds, text
         elif reason is not None:
             self._finish(reason)
         if peer.role == WORKER and self.sealed and not self.original_workers:

@@ -63,7 +63,7 @@ def _run(
                 "incarnation": member.peer.incarnation,
                 "process": member.process,
                 "host": member.host,
-                "silent": now - member.seen,
+                "silent": now - roster.liveness.heard[member.peer],
                 # A registered worker that is not admitted to the group yet does not take part in steps.
                 "takes_part": member.peer.role != WORKER or member.peer.id in roster.group,
                 "measured": member.measured - roster.began,

@@ -3,6 +3,9 @@
 A role does not use sockets, threads, clocks, files or random numbers. A driver runs a role over sockets, and the
 simulator runs a role in virtual time. The driver or simulator passes the current time to every method of the role, and
 carries out the effects that the method returns.
+
+Each role has a book of liveness: when it last heard from other processes. The coordinator decides by its book which
+members are lost. The others decide by their books whom to ask again, and when to give up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +22,8 @@ class ControlError(ValueError):
 
 State = TypeVar("State", bound=StrEnum)
 Event = TypeVar("Event", bound=StrEnum)
+Process = TypeVar("Process")
+Value = TypeVar("Value")
 
 
 class StateTable(Generic[State, Event]):
@@ -53,6 +58,77 @@ class StateTable(Generic[State, Event]):
             allowed = ", ".join(self.rows[state])
             raise RuntimeError(f"{self.part}: the event {event!s} cannot happen in the state {state!s}, only {allowed}")
         return following
+
+
+class Liveness(Generic[Process]):
+    """Times of other processes' last messages, by a clock that stands still while this process is stopped.
+
+    A process that is stopped, for example by SIGSTOP or because its machine is suspended, reads no messages. Such a
+    pause therefore does not count as silence of the other processes. A role that is called at intervals recognises a
+    pause by the time between two calls.
+
+    Args:
+        pause: If more seconds than this pass between two calls, this process was stopped meanwhile.
+
+    Attributes:
+        now: The current time, in seconds, without the pauses.
+        heard: By process: time of its last message, or a later time from which its silence is counted.
+        runs: Whether the clock was started.
+    """
+
+    def __init__(self, pause: float) -> None:
+        self.now = 0.0
+        self.heard: dict[Process, float] = {}
+        self.runs = False
+        self._pause = pause
+        self._last = self._stopped = 0.0
+
+    def pass_to(self, now: float) -> None:
+        """Record the current time, which includes the pauses."""
+        if self.runs and now - self._last > self._pause:
+            self._stopped += now - self._last
+        self._pass_to(now)
+
+    def listen(self, now: float) -> None:
+        """Record the current time, and count the silence of all processes from now on.
+
+        A process that reads messages only at times calls this method when it begins to read.
+        """
+        self._pass_to(now)
+        self.heard = dict.fromkeys(self.heard, self.now)
+
+    def _pass_to(self, now: float) -> None:
+        self.runs, self._last, self.now = True, now, self.awake(now)
+
+    def awake(self, now: float) -> float:
+        """Return a time without the recorded pauses."""
+        return now - self._stopped
+
+    def hear(self, process: Process) -> None:
+        """Record a message from a process, or that its silence is counted from now on."""
+        self.heard[process] = self.now
+
+    def silent(self, seconds: float) -> list[Process]:
+        """Return the processes from which no message has arrived for longer than this time."""
+        return [process for process, time in self.heard.items() if self.now - time > seconds]
+
+
+class Lasting(Generic[Value]):
+    """The value of something, and the time since which it has had this value.
+
+    Args:
+        value: The first value.
+    """
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+        self._since = 0.0
+
+    def seconds(self, now: float, value: Value) -> float:
+        """Record the current value, and return the number of seconds for which it has been the same."""
+        if value != self._value:
+            self._value, self._since = value, now
+        return now - self._since
 
 
 class Peer(NamedTuple):

@@ -5,12 +5,13 @@ joined or died. A server that starts late begins a roll call, because it does no
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from cnnstrategies.paramserver.core.node import Message, StateTable
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.optimizers import check_options
 from cnnstrategies.paramserver.server.store import MemberKey
@@ -170,6 +171,43 @@ class CommonStep:
         self.state = COMMON_STEP.after(self.state, event)
 
 
+class Leadership:
+    """The servers of the current view, and their leader, which is the oldest server.
+
+    Args:
+        server: Id of this server.
+        holders: For each slice: ids of the servers that hold it, alive or dead.
+
+    Attributes:
+        server: Id of this server.
+        leader: Id of the leader.
+        servers: Ids of the servers of the view.
+        view: Number of the view; -1 before the first view.
+        lacks_a_holder: Whether there is a slice that no live server holds.
+    """
+
+    def __init__(self, server: int, holders: Iterable[Collection[int]]) -> None:
+        self.server = self.leader = server
+        self.servers: frozenset[int] = frozenset()
+        self.view = -1
+        self.lacks_a_holder = False  # The value is stored because it is needed for every vote.
+        self._holders = set(map(frozenset, holders))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this server is the leader."""
+        return self.leader == self.server
+
+    def follow(self, view: View) -> bool:
+        """Act on a new view. Return whether this server has become the leader."""
+        led = self.leads and self.view >= 0
+        self.view = view.number
+        self.servers = frozenset(server.id for server in view.servers)
+        self.lacks_a_holder = not all(holders & self.servers for holders in self._holders)
+        self.leader = min(((view.age(server), server.id) for server in view.servers), default=(0, self.server))[1]
+        return self.leads and not led
+
+
 Entry = tuple[int, int]
 """A step and the id of a worker whose pushes of this step are complete on the server that reports the entry."""
 
@@ -182,9 +220,13 @@ class Reports:
     Args:
         alone: Whether one server's report about a worker is enough. This is so for pipelined steps, in which only the
             leader reports workers. Otherwise every server must report the worker.
+
+    Attributes:
+        lowest: By server id: the server's first unfinished step, as it has reported.
     """
 
     def __init__(self, alone: bool = False) -> None:
+        self.lowest: dict[int, int] = {}
         self._alone = alone
         self._servers = 0  # number of servers in the view
         self._silent: set[int] = set()  # ids of the servers that have not reported under this view
@@ -201,6 +243,7 @@ class Reports:
         """
         self._servers = len(servers)
         self._silent = set(servers)
+        self.lowest.clear()
         self._servers_by_entry.clear()
         self._complete.clear()
 
@@ -376,7 +419,8 @@ class RollCall:
         The waiting time begins with the first call of this method after :meth:`call`.
 
         Args:
-            now: The current time, in seconds.
+            now: The current time, in seconds. Pauses in which this process was stopped do not count, because workers
+                may have been stopped together with this process, for example if the machine was suspended.
 
         Returns whether this call has ended the roll call.
         """
@@ -388,17 +432,6 @@ class RollCall:
             return False
         self._absent.clear()
         return True
-
-    def extend(self, seconds: float) -> None:
-        """Give the workers more time to report, because they may have been stopped together with this process.
-
-        This happens, for example, if the machine was suspended.
-
-        Args:
-            seconds: Time for which this process was stopped.
-        """
-        if self._until is not None:
-            self._until += seconds
 
     @property
     def complete(self) -> bool:

@@ -8,13 +8,14 @@ messages from senders that have a newer view. The messages from one server to an
 gaps. Several times a second, server 0, for example, tells server 1 how many gaps it has found in server 1's messages.
 If the number has grown, server 1 sends its current state to server 0.
 
-This is a server's only record of when other processes were heard. The coordinator decides which processes are dead.
+The coordinator decides which processes are dead.
 """
 
 from collections import Counter
 from functools import partial
 from typing import Any
 
+from cnnstrategies.paramserver.core.node import Liveness
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import (
     SERVER,
@@ -50,16 +51,18 @@ class Senders:
         server: Id of this server.
         encrypted: Whether the connections are encrypted.
         timeout: The specification's `timeout`, in seconds.
+
+    Attributes:
+        liveness: The book of liveness of the other servers.
     """
 
     def __init__(self, server: int, encrypted: bool, timeout: float) -> None:
+        # The driver calls a server several times a second, so a long time between two calls is a pause.
+        self.liveness: Liveness[int] = Liveness(min(STOPPED_SECONDS, timeout / 2))
         self._server = server
         self._encrypted = encrypted
         self._heartbeat_seconds = min(1.0, timeout / 4)
-        self._stopped_seconds = min(STOPPED_SECONDS, timeout / 2)
-        self._now = 0.0
         self._pinged = self._sent_heartbeats = 0.0
-        self._heard: dict[int, float] = {}  # By id of another server: time of the server's last message.
         self._heard_workers: set[int] = set()  # ids of the workers that have sent a message since the last heartbeats
         self._view = View(-1, (), ())
         # The senders in these dictionaries are numbered as in `Header.sender`: a server's number is its id plus
@@ -80,9 +83,9 @@ class Senders:
             {server.id: server.since for server in servers if server.id != self._server}
             for servers in (self._view.servers, view.servers)
         )
-        self._heard = {
-            server: self._heard.get(server, self._now) if before.get(server) == first_view else self._now
-            for server, first_view in since.items()
+        now, heard = self.liveness.now, self.liveness.heard
+        self.liveness.heard = {
+            server: heard[server] if before.get(server) == first_view else now for server, first_view in since.items()
         }
         self._view = view
         self._members = {worker.id: (worker.incarnation, worker.public_key) for worker in view.workers}
@@ -92,42 +95,24 @@ class Senders:
                 for numbers in (self._last, self._gaps, self._repaired):
                     numbers.pop(peer, None)
 
-    def pass_to(self, now: float) -> float:
-        """Record the current time. If this process was stopped, do not count the pause as silence of other processes.
-
-        The driver calls a server several times a second, so a long time between two calls shows that the process was
-        stopped.
-
-        Returns the seconds for which this process was stopped; 0 if it was not stopped.
-        """
-        passed, self._now = now - self._now, now
-        if passed <= self._stopped_seconds:
-            return 0.0
-        self._heard = {server: min(heard + passed, now) for server, heard in self._heard.items()}
-        return passed
-
     def heartbeats_due(self) -> list[int]:
         """Return the ids of the workers to which heartbeats must be sent now, and count them as sent.
 
         They are the workers that have sent messages since the last heartbeats.
         """
-        if self._now - self._sent_heartbeats <= self._heartbeat_seconds:
+        if self.liveness.now - self._sent_heartbeats <= self._heartbeat_seconds:
             return []
-        self._sent_heartbeats = self._now
+        self._sent_heartbeats = self.liveness.now
         workers, self._heard_workers = self._heard_workers, set()
         return list(workers)
 
     def pings_due(self) -> list[int]:
         """Return the ids of the servers to which pings must be sent now, and count them as sent."""
-        if self._now - self._pinged <= PING_SECONDS:
+        if self.liveness.now - self._pinged <= PING_SECONDS:
             return []
-        self._pinged = self._now
+        self._pinged = self.liveness.now
         self._repeats.clear()
-        return list(self._heard)
-
-    def silent(self, seconds: float) -> list[int]:
-        """Return the ids of the other servers of the view from which no message has arrived for this time."""
-        return [server for server, heard in self._heard.items() if heard < self._now - seconds]
+        return list(self.liveness.heard)
 
     def _incarnation(self, peer: int) -> int | None:
         return self._members[peer][0] if peer in self._members else None
@@ -154,7 +139,7 @@ class Senders:
         if is_server and has_key and incarnation is not None and incarnation <= header.incarnation:
             # The message shows that the connection works, even if it is refused below because its sender has a newer
             # view.
-            self._heard[header.sender - SERVER] = self._now
+            self.liveness.hear(header.sender - SERVER)
         if incarnation is None or (not is_server and incarnation != header.incarnation):
             raise OutdatedMessageError("the sender is not a member of the view")
         if is_server and not incarnation <= header.incarnation <= self._view.number:

@@ -107,7 +107,7 @@ class Server:
 
     def follow(self, now: float, view: View) -> Effects:
         """Act on a new view. A view that is not newer than this server's view is ignored."""
-        self._note_time(now)
+        self._senders.liveness.pass_to(now)
         if view.number <= self.view.number:
             return []
         before, since = (
@@ -144,7 +144,7 @@ class Server:
             header: Header of the message.
             payload: Payload of the message.
         """
-        self._note_time(now)
+        self._senders.liveness.pass_to(now)
         try:
             peer = self._check_sender(route, user, header)
             self.handle(peer, header, payload)
@@ -163,14 +163,14 @@ class Server:
         A ping contains the number of gaps that this server has found in the receiver's messages. The ping's sequence
         number also shows the receiver whether messages of this server were lost before the ping.
         """
-        self._note_time(now)
+        self._senders.liveness.pass_to(now)
         for worker in self._senders.heartbeats_due():
             # While a worker sends a large amount of data, the replies to its other messages arrive late. Heartbeats
             # show the worker in the meantime that this server is alive.
             self._outbox.to_worker(worker, Kind.PING)
         for server in self._senders.pings_due():
             self._outbox.to_server(server, Kind.PING, base=self._senders.gaps(server))
-        if self.mode.roll.expire(now):
+        if self.mode.roll.expire(self._senders.liveness.now):
             self.mode.proceed()
         return self._outbox.take()
 
@@ -236,12 +236,6 @@ class Server:
         elif self._synchronous is not None:
             self._synchronous.on_server_message(peer, header, fields_of(payload, header))
 
-    def _note_time(self, now: float) -> None:
-        """Record the current time. Workers get more time for a roll call if this process was stopped."""
-        stopped = self._senders.pass_to(now)
-        if stopped:
-            self.mode.roll.extend(stopped)
-
     # Messages from workers
 
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
@@ -285,11 +279,11 @@ class Server:
         reply = {
             "ready": self.shard.ready and not lacks,
             "lost": self._values_lost,
-            "leader": self._synchronous is None or self._synchronous.leader == self.id,
+            "leader": self._synchronous is None or self._synchronous.leads,
             "asked": header.sequence,
             # Either the connections with these servers are broken, or the servers have registered but do not serve yet.
             # They are not dead, because by this time a dead server has been removed from the view.
-            "deaf": self._senders.silent(self._specification.deaf_after),
+            "deaf": self._senders.liveness.silent(self._specification.deaf_after),
             "held": request is not None,
         }
         # Keys of the slices whose push and pull the worker need not send again, because both have arrived here.

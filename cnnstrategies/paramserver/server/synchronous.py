@@ -23,6 +23,7 @@ from cnnstrategies.paramserver.server.decision import (
     CommonStep,
     Decision,
     Entry,
+    Leadership,
     Reports,
     RollCall,
     StepEvent,
@@ -50,7 +51,6 @@ class Synchronous:
     Attributes:
         clock: The current step and its members.
         roll: The roll call: a new leader waits until every worker has reported its step.
-        leader: Id of the server that decides. It is the oldest server of the view.
     """
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
@@ -58,20 +58,12 @@ class Synchronous:
         self.clock = SyncClock(nodes, per_node)
         self.roll = RollCall(nodes * per_node)
         self._specification = specification
-        self._pipelined = specification.pipelined
-        self._server = server
         self._shard = shard
         self._outbox = outbox
-        self._view = View(-1, (), ())
-        self._servers: frozenset[int] = frozenset()
-        self._holder_sets = {frozenset(slice_.servers) for slice_ in cut(specification)}
-        # Whether there is a slice that no live server holds. The value is stored because it is needed for every vote.
-        self._lacks_a_holder = False
-        self.leader = server
+        self._leadership = Leadership(server, [slice_.servers for slice_ in cut(specification)])
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
-        self._lowest_steps: dict[int, int] = {}  # Leader only. By server id: the server's first unfinished step.
-        self._reports = Reports(alone=self._pipelined)
+        self._reports = Reports(specification.pipelined)
         self._step = CommonStep()
         self._votes: list[Entry] = []
         self._early_workers: set[int] = set()
@@ -86,6 +78,11 @@ class Synchronous:
         """Number of steps for which this server keeps pushes."""
         return len(self._backlog.steps)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this server is the leader, which decides the common steps."""
+        return self._leadership.leads
+
     # Membership
 
     def follow(self, view: View) -> None:
@@ -94,24 +91,21 @@ class Synchronous:
         A server that becomes the leader begins to collect the other servers' reports. If it does not know the steps of
         all workers, it also begins a roll call.
         """
-        was_leader, self._view = self.leader == self._server and self._view.number >= 0, view
-        self._servers = frozenset(server.id for server in view.servers)
-        self._lacks_a_holder = not all(holders & self._servers for holders in self._holder_sets)
-        self.leader = min(((view.age(server), server.id) for server in view.servers), default=(0, self._server))[1]
+        becomes_leader = self._leadership.follow(view)
         for worker in self.roll.follow(view.incarnations):
             self.clock.leave(worker)
-        if self.leader == self._server and not was_leader:
+        if becomes_leader:
             # A server that was started during the run may know the steps of only some workers. So the new leader waits
             # until the other workers have reported their steps.
             self.roll.call(self.roll.incarnations.keys() - self.clock.known)
         self._backlog.compare_versions()
-        self._reports.follow(self._servers)
+        self._reports.follow(self._leadership.servers)
         self._step.happen(StepEvent.BEGINS_AGAIN)
         self._step.squares.clear()
         self._votes.clear()
-        self._lowest_steps = {self._server: self._backlog.lowest(NO_SLICES)}
-        if self.leader == self._server:
-            self._reports.add(self._server, self._complete_entries())
+        if self.leads:
+            self._reports.add(self._leadership.server, self._complete_entries())
+            self._reports.lowest[self._leadership.server] = self._backlog.lowest(NO_SLICES)
             if self._step.decision is not None:
                 self._send_to_all(self._step.decision)
         else:
@@ -125,19 +119,19 @@ class Synchronous:
         If this server is the leader, it sends its decision. If the other server is the leader, this server sends its
         report, and the squared norm of the mean gradient in its slices if this norm is known.
         """
-        if self.leader == self._server:
+        if self.leads:
             if self._step.decision is not None:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._step.decision.as_dict())
-        elif self.leader == server:
+        elif self._leadership.leader == server:
             self._send_status()
             self._step.happen(StepEvent.BEGINS_AGAIN)
             self._plan()
 
     def _send_status(self) -> None:
         decision = None if self._step.decision is None else self._step.decision.as_dict()
-        complete = [] if self._pipelined else sorted(self._complete_entries())
+        complete = [] if self._specification.pipelined else sorted(self._complete_entries())
         report = {"decision": decision, "complete": complete, "lowest": self._backlog.lowest(NO_SLICES)}
-        self._outbox.to_server(self.leader, Kind.STATUS, json=report)
+        self._outbox.to_server(self._leadership.leader, Kind.STATUS, json=report)
 
     def join(self, worker: int, step: int | None, gradients_step: int | None = None) -> int | None:
         """Add a worker to the clock. The caller must call :meth:`note_position` next.
@@ -153,11 +147,11 @@ class Synchronous:
         Returns the step with which the worker begins. If the worker is a newcomer, and this server is the leader but
         does not know all workers' steps and all servers' states yet, the worker is not added and the result is None.
         """
-        if step is None and self.leader == self._server:
+        if step is None and self.leads:
             if not self._knows_all:
                 return None
             is_last_step = gradients_step == self.clock.step - 1
-            if is_last_step and self._waits_for_successors and self.clock.step > min(self._lowest_steps.values()):
+            if is_last_step and self._waits_for_successors and self.clock.step > min(self._reports.lowest.values()):
                 self.clock.join(worker, gradients_step)
                 return gradients_step
         if step is not None and step > self.clock.step and not self._shard.own_keys:
@@ -180,7 +174,7 @@ class Synchronous:
         step have died, some of their pushes may be missing forever. Other workers that hold gradients of the step, the
         successors, may then push them. The property becomes false once a worker that begins after the step has joined.
         """
-        if not self._pipelined or self._step.decision is None or self._live_members:
+        if not self._specification.pipelined or self._step.decision is None or self._live_members:
             return False
         return not self.clock.any_after(self._step.decision.step)
 
@@ -201,7 +195,11 @@ class Synchronous:
         If this is false, newcomers have to wait: a server that has not reported yet may have the only copy of a
         decision, so the current step may be later than the last step that this server knows.
         """
-        return self.roll.complete and not self._lacks_a_holder and self._reports.complete(self.clock.step) is not None
+        return (
+            self.roll.complete
+            and not self._leadership.lacks_a_holder
+            and self._reports.complete(self.clock.step) is not None
+        )
 
     def note_position(self, worker: int) -> None:
         """Record a worker's reply to the roll call, and decide the current step if this is possible now.
@@ -249,7 +247,7 @@ class Synchronous:
             self._early_workers.add(member[0])
         elif step >= lowest:
             self._backlog.pushes_of(step).begun.setdefault(member, begin)
-            if self._pipelined:
+            if self._specification.pipelined:
                 self._votes.append((step, member[0]))
             else:
                 self._vote_if_complete(step, member)
@@ -266,7 +264,7 @@ class Synchronous:
         """
         if not self._backlog.add(member, header, payload):
             return False
-        if not self._pipelined:
+        if not self._specification.pipelined:
             self._vote_if_complete(header.step, member)
         if self._step.decision is not None and self._step.decision.step == header.step:
             self._updater.note_push(header.key, header.step)
@@ -299,7 +297,7 @@ class Synchronous:
 
         In a run with pipelined steps, there is a pair for each step that a live worker has begun.
         """
-        complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
+        complete = self._backlog.all_begun() if self._specification.pipelined else self._backlog.all_complete()
         return {
             (step, worker)
             for step, (worker, incarnation) in complete
@@ -309,17 +307,17 @@ class Synchronous:
     def flush(self) -> None:
         """Report to the leader the workers whose pushes have become complete since the last call of this method."""
         votes, self._votes = self._votes, []
-        if votes and self.leader == self._server:
-            self._reports.add(self._server, votes)
+        if votes and self.leads:
+            self._reports.add(self._leadership.server, votes)
             self.proceed()
-        elif votes and not self._pipelined:
-            self._outbox.to_server(self.leader, Kind.VOTE, json={"complete": votes})
+        elif votes and not self._specification.pipelined:
+            self._outbox.to_server(self._leadership.leader, Kind.VOTE, json={"complete": votes})
 
     def proceed(self) -> None:
         """If this server is the leader and the pushes of all members are complete, decide the current step."""
-        if self.leader != self._server or not self.roll.complete:
+        if not self.leads or not self.roll.complete:
             return
-        if self._lacks_a_holder:
+        if self._leadership.lacks_a_holder:
             return  # No step is decided as long as there is a slice that no live server can update.
         step = self.clock.step
         complete = self._reports.complete(step)
@@ -338,7 +336,7 @@ class Synchronous:
 
     def _send_to_all(self, decision: Decision) -> None:
         """Send a decision to all other servers."""
-        for server in self._servers - {self._server}:
+        for server in self._leadership.servers - {self._leadership.server}:
             self._outbox.to_server(server, Kind.DECIDE, json=decision.as_dict())
 
     def _accept(self, decision: Decision) -> None:
@@ -371,9 +369,9 @@ class Synchronous:
             InvalidMessageError: The other server may not send this message.
             ControlError: A field is missing or has the wrong type.
         """
-        if header.kind == Kind.DECIDE and server != self.leader:
+        if header.kind == Kind.DECIDE and server != self._leadership.leader:
             raise OutdatedMessageError("the message contains a decision, but its sender is not the leader")
-        is_current = header.incarnation == self._view.number  # The sender acts on the same view as this server.
+        is_current = header.incarnation == self._leadership.view  # The sender acts on the same view as this server.
         if header.kind in (Kind.VOTE, Kind.STATUS):
             complete, decision = self._reported_entries(message), message.part("decision")
             if decision is not None:
@@ -382,8 +380,8 @@ class Synchronous:
                 self._reports.add(server, complete)
                 if header.kind == Kind.STATUS:
                     # A server that has not received all initial values yet reports -1.
-                    self._lowest_steps[server] = message.integer("lowest", least=-1)
-            if header.kind == Kind.STATUS and self._step.decision is not None and self.leader == self._server:
+                    self._reports.lowest[server] = message.integer("lowest", least=-1)
+            if header.kind == Kind.STATUS and self._step.decision is not None and self.leads:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._step.decision.as_dict())
             self.proceed()
         elif header.kind == Kind.DECIDE:
@@ -399,7 +397,7 @@ class Synchronous:
 
     def _reported_entries(self, message: Message) -> set[Entry]:
         complete = {(step, worker) for step, worker in message.table("complete", int, int)}
-        if complete and self._pipelined:
+        if complete and self._specification.pipelined:
             raise InvalidMessageError("the message contains votes, but servers with pipelined steps do not vote")
         return complete
 
@@ -411,7 +409,7 @@ class Synchronous:
         """
         previous_decision = self._step.decision
         self._accept(decision)
-        if self._step.decision is not previous_decision and self.leader == self._server:
+        if self._step.decision is not previous_decision and self.leads:
             self._send_to_all(decision)
 
     def _plan(self) -> None:
@@ -451,10 +449,10 @@ class Synchronous:
         if square is None:
             return
         self._step.happen(StepEvent.SENDS_NORM)
-        if self.leader == self._server:
-            self._add_norm(self._server, decision.step, square)
+        if self.leads:
+            self._add_norm(self._leadership.server, decision.step, square)
         else:
-            self._outbox.to_server(self.leader, Kind.NORM, step=decision.step, json={"square": square})
+            self._outbox.to_server(self._leadership.leader, Kind.NORM, step=decision.step, json={"square": square})
 
     def _add_norm(self, server: int, step: int, square: float) -> None:
         """Record the squared norm of a server's mean gradient. Only the leader calls this method.
@@ -465,7 +463,7 @@ class Synchronous:
         if decision is None or decision.step != step or decision.scale is not None:
             return
         self._step.squares[server] = square
-        if self._step.squares.keys() >= self._servers:
+        if self._step.squares.keys() >= self._leadership.servers:
             clip_norm, _ = clipping(self._specification, decision.options)
             assert clip_norm is not None
             # The same formula as in torch.nn.utils.clip_grad_norm_. A NaN norm makes the factor NaN.

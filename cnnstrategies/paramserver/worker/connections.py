@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+from cnnstrategies.paramserver.core.node import Lasting, Liveness
 from cnnstrategies.paramserver.core.view import RemovedError, ServerInfo, ServersUnreachableError, View
 from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Header, Kind, Parcel, compose
 from cnnstrategies.paramserver.slicing import Slice, holders
@@ -10,8 +11,7 @@ from cnnstrategies.paramserver.specification import Specification
 
 PROBE_SECONDS = 1.0  # If a server has not replied to a pull for this time, the worker sends a HELLO message to it.
 REPEAT_SECONDS = 0.05  # seconds between two calls of `Wait.repeat`
-# If more seconds pass between two calls of `on_time`, this process was stopped, and all deadlines are extended.
-STOPPED_SECONDS = 1.0
+STOPPED_SECONDS = 1.0  # If more seconds pass between two calls of `on_time`, this process was stopped.
 
 
 class Wait(NamedTuple):
@@ -27,44 +27,13 @@ class Wait(NamedTuple):
     repeat: Callable[[], object] | None = None
 
 
-class Waiting:
-    """Times of a worker's current wait.
-
-    Attributes:
-        now: Time of the driver's last call, in seconds.
-        probe_seconds: If a server has not replied to a pull for this time, the worker sends a HELLO message to it.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self.now = 0.0
-        self.probe_seconds = min(PROBE_SECONDS, timeout / 8)
-        self._stopped_seconds = min(STOPPED_SECONDS, timeout / 4)
-        self._repeat: Callable[[], object] | None = None
-        self._next_repeat = 0.0
-
-    def begin(self, now: float, wait: Wait) -> None:
-        """Begin a wait."""
-        self.now = self._next_repeat = now
-        self._repeat = wait.repeat
-
-    def pass_to(self, now: float) -> float:
-        """Record the current time. Return the seconds for which this process was stopped; 0 if it was not stopped."""
-        passed, self.now = now - self.now, now
-        return passed if passed > self._stopped_seconds else 0.0
-
-    def repeat(self) -> None:
-        """Call the wait's function `repeat` if this is due."""
-        if self._repeat is not None and self.now >= self._next_repeat:
-            self._repeat()
-            self._next_repeat = self.now + REPEAT_SECONDS
-
-
 class Connections:
     """A worker's connections to the servers of the current view, without the sockets.
 
-    This class numbers the outgoing messages, and records when the last message of each server arrived.
+    This class numbers the outgoing messages, and decides which servers are silent.
 
     Attributes:
+        liveness: The book of liveness of the servers. Their silence is counted while this worker waits.
         view: The current view.
         owners: By the slice's key: a pair of the primary's server id and the number of the view in which the primary's
             process first appeared. The id is -1 if no live server holds the slice, and before the first view.
@@ -73,6 +42,7 @@ class Connections:
     """
 
     def __init__(self, specification: Specification, slices: Sequence[Slice], id: int, incarnation: int) -> None:
+        self.liveness: Liveness[int] = Liveness(min(STOPPED_SECONDS, specification.timeout / 4))
         self.view = View(-1, (), ())
         self.owners: list[tuple[int, int]] = [(-1, 0)] * len(slices)
         self.sequence = 0
@@ -84,24 +54,22 @@ class Connections:
         self._incarnation = incarnation
         self._servers: dict[int, ServerInfo] = {}
         self._last: dict[int, int] = {}  # By server id: sequence number of the server's last message.
-        # By server id: time of the server's last message, or a later time from which the server's silence is counted.
-        self._heard: dict[int, float] = {}
-        self._received: dict[int, float] = {}  # By server id: time of the server's last message.
-        self._first_received: dict[int, float] = {}  # By server id: time of the first message of the server's process.
+        # By server id: times of the first and the last message of the server's process. Here pauses of this process
+        # count, because a server may have died in a pause.
+        self._received: dict[int, tuple[float, float]] = {}
         # By server id: time at which this worker last probed the server, or received the server's reply to a pull.
         self._probed: dict[int, float] = {}
-        # Time since which at least one slice has had no primary; None while each slice has a primary.
-        self._orphaned_since: float | None = None
+        self._has_orphans = Lasting(False)  # whether at least one slice has no primary
         self._meet_deadline = 0.0
         self._was_member = False
 
     # Membership
 
-    def begin_meeting(self, now: float) -> None:
+    def begin_meeting(self) -> None:
         """Start the time-out within which this worker and all servers must be in the view; see :meth:`met`."""
-        self._meet_deadline = now + self._specification.timeout
+        self._meet_deadline = self.liveness.now + self._specification.timeout
 
-    def met(self, now: float) -> bool:
+    def met(self) -> bool:
         """Return whether this worker and all servers are in the current view.
 
         A dead server need not be in the view if other servers hold its slices.
@@ -113,7 +81,7 @@ class Connections:
         if not missing and self._is_member():
             self._was_member = True
             return True
-        if now > self._meet_deadline:
+        if self.liveness.now > self._meet_deadline:
             members = f"servers {sorted(missing)}" if missing else f"worker {self._id} itself"
             raise ServersUnreachableError(
                 f"worker {self._id}: {members} did not join within {self._specification.timeout} s: look at the logs "
@@ -148,7 +116,7 @@ class Connections:
     def _is_member(self) -> bool:
         return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)
 
-    def follow(self, now: float, view: View) -> bool:
+    def follow(self, view: View) -> bool:
         """Replace the current view by a newer view. Return whether the servers of the view have changed.
 
         If `view` is not newer than the current view, it is ignored.
@@ -167,12 +135,13 @@ class Connections:
         before, self._servers = self._servers, {server.id: server for server in view.servers}
         for server, info in self._servers.items():
             if before.get(server) != info:
-                self._heard[server] = now
+                self.liveness.hear(server)
         gone = {server for server, info in before.items() if self._servers.get(server) != info}
         for server in gone:
             self._last.pop(server, None)
             self._received.pop(server, None)
-            self._first_received.pop(server, None)
+        for server in before.keys() - self._servers.keys():
+            del self.liveness.heard[server]
         self.parcels = [parcel for parcel in self.parcels if parcel.to not in gone]
         return before != self._servers
 
@@ -237,44 +206,31 @@ class Connections:
         if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
             return False
         self._last[server] = header.sequence
-        self._heard[server] = self._received[server] = now
-        self._first_received.setdefault(server, now)
+        self.liveness.pass_to(now)
+        self.liveness.hear(server)
+        self._received[server] = self._received.get(server, (now, now))[0], now
         if header.kind == Kind.PULLED:
-            self._probed[server] = now
+            self._probed[server] = self.liveness.now
         return True
 
     # Silence of servers
 
     def begin_waiting(self, now: float) -> None:
         """Count the silence of all servers from now on, because this worker reads messages only while it waits."""
-        self._heard = dict.fromkeys(self._servers, now)
-        self._probed = dict.fromkeys(self._servers, now)
+        self.liveness.listen(now)
+        self._probed = dict(self.liveness.heard)
 
-    def stopped(self, now: float, seconds: float) -> None:
-        """Extend all deadlines by the time for which this process was stopped, for example with SIGSTOP.
-
-        While this process is stopped, it cannot read messages, so this time does not count as silence of the servers.
-
-        Args:
-            now: The time, in seconds.
-            seconds: Seconds for which the process was stopped, up to now.
-        """
-        for times in (self._heard, self._probed):
-            times.update({server: min(time + seconds, now) for server, time in times.items()})
-        self._meet_deadline += seconds
-        if self._orphaned_since is not None:
-            self._orphaned_since = min(self._orphaned_since + seconds, now)
-
-    def unanswering(self, now: float, seconds: float) -> list[int]:
+    def unanswering(self) -> list[int]:
         """Return the ids of the servers that the caller must probe now, and record the time of these probes.
 
-        In the last `seconds` seconds, these servers have not replied to a pull and were not probed.
+        For `PROBE_SECONDS`, these servers have not replied to a pull and were not probed.
         """
-        silent = [server for server in self._servers if now - self._probed.setdefault(server, now) >= seconds]
-        self._probed.update(dict.fromkeys(silent, now))
-        return silent
+        now, seconds = self.liveness.now, min(PROBE_SECONDS, self._specification.timeout / 8)
+        late = [server for server in self._servers if now - self._probed.setdefault(server, now) >= seconds]
+        self._probed.update(dict.fromkeys(late, now))
+        return late
 
-    def check_deaf(self, now: float, server: int, deaf: Collection[int]) -> None:
+    def check_deaf(self, server: int, deaf: Collection[int]) -> None:
         """Raise an error if two servers cannot reach each other, although this worker receives messages from both.
 
         No error is raised for a server from which this worker also receives nothing. Such a server may be dead, and
@@ -283,19 +239,16 @@ class Connections:
         been starting, and may have sent nothing to the other servers.
 
         Args:
-            now: The time, in seconds.
             server: Id of the server that reports silent servers.
             deaf: Ids of the silent servers, from which the reporting server has received nothing for some time.
 
         Raises:
             ServersUnreachableError: The connection between two live servers is broken.
         """
-        since = now - self._specification.timeout
-        serving_since = now - self._specification.deaf_after
-        others = {int(other) for other in deaf} & self._received.keys()
-        alive = sorted(
-            other for other in others if self._received[other] > since and self._first_received[other] < serving_since
-        )
+        now = self._received[server][1]  # The report has just arrived.
+        since, serving_since = now - self._specification.timeout, now - self._specification.deaf_after
+        times = {int(other): self._received[int(other)] for other in deaf if int(other) in self._received}
+        alive = sorted(other for other, (first, last) in times.items() if last > since and first < serving_since)
         if alive:
             raise ServersUnreachableError(
                 f"server {server} has heard nothing from server {', '.join(map(str, alive))} for "
@@ -303,32 +256,26 @@ class Connections:
                 "between the machines of these servers"
             )
 
-    def check(self, now: float, trains: bool) -> None:
+    def check(self, trains: bool) -> None:
         """Raise an error if a server has been silent, or a slice has had no primary, for longer than the time-out.
 
         The time-out is the specification's `patience`.
 
         Args:
-            now: The time, in seconds.
             trains: Whether this worker takes part in steps. Otherwise a slice without a primary is not an error.
 
         Raises:
             ServersUnreachableError: A server is silent, or slices are lost.
         """
         limit = self._patience
-        dead = [server for server in self._servers if now - self._heard.setdefault(server, now) > limit]
-        if dead:
-            names = ", ".join(f"{server} ({self._servers[server].endpoint})" for server in dead)
+        if silent := self.liveness.silent(limit):
+            names = ", ".join(f"{server} ({self._servers[server].endpoint})" for server in silent)
             raise ServersUnreachableError(
                 f"worker {self._id} had no answer from server {names} for {limit} s: look at the server's log, or "
                 "raise timeout"
             )
         orphans = len(self.of(-1)) if trains else 0
-        if not orphans:
-            self._orphaned_since = None
-        elif self._orphaned_since is None:
-            self._orphaned_since = now
-        elif now - self._orphaned_since > limit:
+        if self._has_orphans.seconds(self.liveness.now, orphans > 0) > limit and orphans:
             raise ServersUnreachableError(
                 f"server {', '.join(map(str, sorted(self._missing)))} died and was not replaced within {limit} s, so "
                 f"{orphans} slices of the parameters are lost: use replication=2"

@@ -12,12 +12,17 @@ from cnnstrategies.paramserver.messages import NO_STEP, Header, Kind, unpack_jso
 from cnnstrategies.paramserver.optimizer_state import join_state
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import PullCompression, PushCompression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections, Wait, Waiting
+from cnnstrategies.paramserver.worker.connections import REPEAT_SECONDS, Connections, Wait
 from cnnstrategies.paramserver.worker.counters import Counters
-from cnnstrategies.paramserver.worker.initial_values import InitialValues
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
-from cnnstrategies.paramserver.worker.registration import TAKES_PART, Registration, WorkerEvent, WorkerState
+from cnnstrategies.paramserver.worker.registration import (
+    TAKES_PART,
+    InitialValues,
+    Registration,
+    WorkerEvent,
+    WorkerState,
+)
 
 
 class WorkerRole:
@@ -66,7 +71,8 @@ class WorkerRole:
         self.pulls = Pulls(slices, parameters, self.connections, began_with, specification.pulls_changes)
         answers = self.pulls if specification.pipelined else None
         self._outgoing = Outgoing(specification, slices, self.connections, self.counters, began_with, answers)
-        self._waiting = Waiting(specification.timeout)
+        # The wait's function that is repeated, if any, and the time of its next call.
+        self._repeated: tuple[Callable[[], object] | None, float] = None, 0.0
         self._registration = Registration(self.connections, self.pulls)
         self._initial_values = InitialValues(specification, slices, parameters, self.connections, incarnation > 0)
         # Version of the first slice's values that this worker pulled last; None before the first pull.
@@ -210,8 +216,8 @@ class WorkerRole:
 
     def begin_waiting(self, now: float, wait: Wait) -> None:
         """Prepare for a wait that begins now. The silence of servers is counted from `now` on."""
-        self._waiting.begin(now, wait)
         self.connections.begin_waiting(now)
+        self._repeated = wait.repeat, self.connections.liveness.now
 
     def on_time(self, now: float) -> None:
         """Repeat requests, and check whether servers are silent.
@@ -221,21 +227,23 @@ class WorkerRole:
         Raises:
             ServersUnreachableError: A server was silent for too long.
         """
-        stopped = self._waiting.pass_to(now)
-        if stopped:
-            self.connections.stopped(now, stopped)
-        self._waiting.repeat()
-        for server in self.connections.unanswering(now, self._waiting.probe_seconds):
+        liveness = self.connections.liveness
+        liveness.pass_to(now)
+        repeat, due = self._repeated
+        if repeat is not None and liveness.now >= due:
+            repeat()
+            self._repeated = repeat, liveness.now + REPEAT_SECONDS
+        for server in self.connections.unanswering():
             self.hello(server)
-        self.connections.check(now, self._registration.state in TAKES_PART)
+        self.connections.check(self._registration.state in TAKES_PART)
 
-    def follow(self, now: float, view: View) -> None:
+    def follow(self, view: View) -> None:
         """Replace the current view by a newer view. A view that is not newer is ignored.
 
         Raises:
             RemovedError: The new view no longer contains this worker.
         """
-        if self.connections.follow(now, view):
+        if self.connections.follow(view):
             self._place()
 
     def on_message(self, server: int, header: Header, payload: memoryview) -> None:
@@ -276,7 +284,7 @@ class WorkerRole:
             return
         answered_request = int(values["asked"])
         self._registration.welcomes[server] = {**values, "step": header.step}
-        self.connections.check_deaf(self._waiting.now, server, values["deaf"])
+        self.connections.check_deaf(server, values["deaf"])
         # The server received the HELLO after all earlier messages of this worker. If a push or pull has no reply,
         # either the message was lost, or the server keeps the message until the step is complete. WELCOME lists the
         # slices of the kept messages, so send the messages of all other slices again.
@@ -289,14 +297,18 @@ class WorkerRole:
                 # This worker needs no reply from the server. But the server votes on the members of the step, and
                 # cannot vote if the BEGIN message was lost, so send BEGIN again.
                 self._outgoing.begin_again((server,), self.step)
-        self._initial_values.on_welcome(self._waiting.now, server, values)
+        self._initial_values.on_welcome(server, values)
 
     # Registration with the servers
 
     def meet(self, now: float) -> Generator[Wait]:
         """Wait until all servers are members, and each of them has replied to this worker's HELLO."""
-        self.connections.begin_meeting(now)
-        yield Wait(lambda: not self.connections.met(self._waiting.now))
+        self.connections.liveness.listen(now)
+        yield from self._meet()
+
+    def _meet(self) -> Generator[Wait]:
+        self.connections.begin_meeting()
+        yield Wait(lambda: not self.connections.met())
         self._place()
         yield from self._registration.ask(self.connections.servers, joins=False)
 
@@ -312,7 +324,7 @@ class WorkerRole:
             answers = yield from self._registration.ask(asked, joins=True)
             if answers and (not aggregates or all(answer["leader"] is True for answer in answers.values())):
                 return [welcome["step"] for welcome in answers.values()]
-            yield from self.meet(self._waiting.now)
+            yield from self._meet()
 
     def hello(self, server: int) -> None:
         """Probe a server with a HELLO message, which reports a step of this worker.

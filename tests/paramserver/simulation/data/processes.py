@@ -243,7 +243,7 @@ class SimulatedWorker:
         try:
             if self._wait is None:
                 return []
-            self._follow(now)
+            self._follow()
             if look:
                 self.role.on_time(now)
             while self._inbox and self._wait.waiting():
@@ -254,9 +254,9 @@ class SimulatedWorker:
             return [End(str(error), False)]
         return self._advance(now) if done else self._send()
 
-    def _follow(self, now: float) -> None:
+    def _follow(self) -> None:
         if self._view is not None and self._view.number > self.role.view.number:
-            self.role.follow(now, self._view)
+            self.role.follow(self._view)
             incarnations = self._incarnations.of(self.role.view)
             self._inbox = [
                 (sender, message)
