@@ -90,38 +90,17 @@ class PlaceEvent(StrEnum):
     IS_GIVEN_UP = "is given up"
 
 
+EXPECTED, RETRIED, PRESENT, LOST, VACANT = PlaceState
+REGISTERS, GOES, DIES, DIES_AND_RESTARTS, IS_GIVEN_UP = PlaceEvent
 PLACE = StateTable(
     "place of a member",
-    PlaceState.EXPECTED,
+    EXPECTED,
     {
-        PlaceState.EXPECTED: {
-            PlaceEvent.REGISTERS: PlaceState.PRESENT,
-            PlaceEvent.DIES: PlaceState.LOST,
-            PlaceEvent.DIES_AND_RESTARTS: PlaceState.RETRIED,
-            PlaceEvent.IS_GIVEN_UP: PlaceState.VACANT,
-        },
-        PlaceState.RETRIED: {
-            PlaceEvent.REGISTERS: PlaceState.PRESENT,
-            PlaceEvent.DIES: PlaceState.LOST,
-            PlaceEvent.DIES_AND_RESTARTS: PlaceState.RETRIED,
-            PlaceEvent.IS_GIVEN_UP: PlaceState.LOST,
-        },
-        PlaceState.PRESENT: {
-            PlaceEvent.GOES: PlaceState.VACANT,
-            PlaceEvent.IS_GIVEN_UP: PlaceState.PRESENT,
-        },
-        PlaceState.LOST: {
-            PlaceEvent.REGISTERS: PlaceState.PRESENT,
-            PlaceEvent.DIES: PlaceState.LOST,
-            PlaceEvent.DIES_AND_RESTARTS: PlaceState.LOST,
-            PlaceEvent.IS_GIVEN_UP: PlaceState.LOST,
-        },
-        PlaceState.VACANT: {
-            PlaceEvent.REGISTERS: PlaceState.PRESENT,
-            PlaceEvent.DIES: PlaceState.LOST,
-            PlaceEvent.DIES_AND_RESTARTS: PlaceState.LOST,
-            PlaceEvent.IS_GIVEN_UP: PlaceState.VACANT,
-        },
+        EXPECTED: {REGISTERS: PRESENT, DIES: LOST, DIES_AND_RESTARTS: RETRIED, IS_GIVEN_UP: VACANT},
+        RETRIED: {REGISTERS: PRESENT, DIES: LOST, DIES_AND_RESTARTS: RETRIED, IS_GIVEN_UP: LOST},
+        PRESENT: {GOES: VACANT, IS_GIVEN_UP: PRESENT},
+        LOST: {REGISTERS: PRESENT, DIES: LOST, DIES_AND_RESTARTS: LOST, IS_GIVEN_UP: LOST},
+        VACANT: {REGISTERS: PRESENT, DIES: LOST, DIES_AND_RESTARTS: LOST, IS_GIVEN_UP: VACANT},
     },
 )
 

@@ -60,30 +60,16 @@ class SliceEvent(StrEnum):
     GETS_COPY = "gets copy"
 
 
+UNPLACED, PRIMARY, LACKING, COPIED = SliceState
+LEADS, FOLLOWS, STAYS, GETS_COPY = SliceEvent
 HELD_SLICE = StateTable(
     "slice on a server",
-    SliceState.UNPLACED,
+    UNPLACED,
     {
-        SliceState.UNPLACED: {
-            SliceEvent.LEADS: SliceState.PRIMARY,
-            SliceEvent.FOLLOWS: SliceState.LACKING,
-        },
-        SliceState.PRIMARY: {
-            SliceEvent.LEADS: SliceState.PRIMARY,
-            SliceEvent.FOLLOWS: SliceState.LACKING,
-        },
-        SliceState.LACKING: {
-            SliceEvent.LEADS: SliceState.PRIMARY,
-            SliceEvent.FOLLOWS: SliceState.LACKING,
-            SliceEvent.STAYS: SliceState.LACKING,
-            SliceEvent.GETS_COPY: SliceState.COPIED,
-        },
-        SliceState.COPIED: {
-            SliceEvent.LEADS: SliceState.PRIMARY,
-            SliceEvent.FOLLOWS: SliceState.LACKING,
-            SliceEvent.STAYS: SliceState.COPIED,
-            SliceEvent.GETS_COPY: SliceState.COPIED,
-        },
+        UNPLACED: {LEADS: PRIMARY, FOLLOWS: LACKING},
+        PRIMARY: {LEADS: PRIMARY, FOLLOWS: LACKING},
+        LACKING: {LEADS: PRIMARY, FOLLOWS: LACKING, STAYS: LACKING, GETS_COPY: COPIED},
+        COPIED: {LEADS: PRIMARY, FOLLOWS: LACKING, STAYS: COPIED, GETS_COPY: COPIED},
     },
 )
 

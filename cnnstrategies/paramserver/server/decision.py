@@ -108,31 +108,16 @@ class StepEvent(StrEnum):
     BEGINS_AGAIN = "begins again"
 
 
+UNDECIDED, MEASURED, REPORTED, SCALED = StepState
+HAS_MEMBERS, HAS_FACTOR, SENDS_NORM, BEGINS_AGAIN = StepEvent
 COMMON_STEP = StateTable(
     "common step",
-    StepState.UNDECIDED,
+    UNDECIDED,
     {
-        StepState.UNDECIDED: {
-            StepEvent.HAS_MEMBERS: StepState.MEASURED,
-            StepEvent.HAS_FACTOR: StepState.SCALED,
-            StepEvent.BEGINS_AGAIN: StepState.UNDECIDED,
-        },
-        StepState.MEASURED: {
-            StepEvent.HAS_MEMBERS: StepState.MEASURED,
-            StepEvent.HAS_FACTOR: StepState.SCALED,
-            StepEvent.SENDS_NORM: StepState.REPORTED,
-            StepEvent.BEGINS_AGAIN: StepState.MEASURED,
-        },
-        StepState.REPORTED: {
-            StepEvent.HAS_MEMBERS: StepState.MEASURED,
-            StepEvent.HAS_FACTOR: StepState.SCALED,
-            StepEvent.BEGINS_AGAIN: StepState.MEASURED,
-        },
-        StepState.SCALED: {
-            StepEvent.HAS_MEMBERS: StepState.MEASURED,
-            StepEvent.HAS_FACTOR: StepState.SCALED,
-            StepEvent.BEGINS_AGAIN: StepState.SCALED,
-        },
+        UNDECIDED: {HAS_MEMBERS: MEASURED, HAS_FACTOR: SCALED, BEGINS_AGAIN: UNDECIDED},
+        MEASURED: {HAS_MEMBERS: MEASURED, HAS_FACTOR: SCALED, SENDS_NORM: REPORTED, BEGINS_AGAIN: MEASURED},
+        REPORTED: {HAS_MEMBERS: MEASURED, HAS_FACTOR: SCALED, BEGINS_AGAIN: MEASURED},
+        SCALED: {HAS_MEMBERS: MEASURED, HAS_FACTOR: SCALED, BEGINS_AGAIN: SCALED},
     },
 )
 

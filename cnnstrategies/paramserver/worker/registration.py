@@ -50,23 +50,16 @@ class WorkerEvent(StrEnum):
     LEAVES = "leaves"
 
 
+OUTSIDE, ENTERING, TRAINING, AWAY = WorkerState
+LEARNS_ITS_STEP, HAS_VALUES, LEAVES = WorkerEvent
 REGISTRATION = StateTable(
     "registration of a worker",
-    WorkerState.OUTSIDE,
+    OUTSIDE,
     {
-        WorkerState.OUTSIDE: {
-            WorkerEvent.LEARNS_ITS_STEP: WorkerState.ENTERING,
-            WorkerEvent.LEAVES: WorkerState.OUTSIDE,
-        },
-        WorkerState.ENTERING: {
-            WorkerEvent.HAS_VALUES: WorkerState.TRAINING,
-            WorkerEvent.LEAVES: WorkerState.OUTSIDE,
-        },
-        WorkerState.TRAINING: {WorkerEvent.LEAVES: WorkerState.AWAY},
-        WorkerState.AWAY: {
-            WorkerEvent.LEARNS_ITS_STEP: WorkerState.ENTERING,
-            WorkerEvent.LEAVES: WorkerState.AWAY,
-        },
+        OUTSIDE: {LEARNS_ITS_STEP: ENTERING, LEAVES: OUTSIDE},
+        ENTERING: {HAS_VALUES: TRAINING, LEAVES: OUTSIDE},
+        TRAINING: {LEAVES: AWAY},
+        AWAY: {LEARNS_ITS_STEP: ENTERING, LEAVES: AWAY},
     },
 )
 TAKES_PART = frozenset({WorkerState.ENTERING, WorkerState.TRAINING})  # states in which the servers count on the worker
