@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cnnstrategies._torch_private import writes
+from cnnstrategies._torch_private import without_modes, writes
 from cnnstrategies.pipeline.outside_variables import Variables, is_library, used_by_class, used_by_function
 from cnnstrategies.runtime.generator_states import GeneratorStates
 
@@ -84,11 +84,13 @@ class Untouched:
     def __exit__(self, *_: object) -> None:
         """Restore the state of the network."""
         changes: dict[int, dict[str, Change]] = {}
-        for module, name, restore in self._records:
-            for key, is_plain in restore().items():
-                has_key = bool(key) and name in ("", *_REGISTRIES)
-                kind: Change = "object" if not is_plain else "value" if has_key else "content"
-                changes.setdefault(module, {})[key if has_key else name] = kind
+        # During training each rank compares only the tensors that it has, so no rank waits for a result of another one.
+        with without_modes():
+            for module, name, restore in self._records:
+                for key, is_plain in restore().items():
+                    has_key = bool(key) and name in ("", *_REGISTRIES)
+                    kind: Change = "object" if not is_plain else "value" if has_key else "content"
+                    changes.setdefault(module, {})[key if has_key else name] = kind
         self._random.restore()
         self.changed = {module: changes[id(module)] for module in self._network.modules() if id(module) in changes}
         self._records.clear()

@@ -224,6 +224,37 @@ def begin_to_draw(network: nn.Module, places: Places) -> list[Any]:
     return digests
 
 
+class Normalised(nn.Module):
+    """A network whose own code reads its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x))
+        return x if self.training else 2 * x
+
+
+def evaluated_after_training(network: nn.Module) -> Tensor:
+    """Return the network's result in evaluation mode, after a step in training mode."""
+    network(views()[0]).square().mean().backward()
+    with torch.no_grad():
+        result: Tensor = network.eval()(views()[1])
+    return result
+
+
+def evaluated_in_stages() -> Tensor:
+    """Run `evaluated_after_training` on a rank of a pipeline whose second stage has running statistics."""
+    places = Places(dist.get_rank(), 2, GlooLink(dist.new_group([0, 1]), dist.get_rank(), 2))
+    torch.manual_seed(0)
+    network = Normalised().double()
+    with placed(network, ["conv"], (1, 1), places, microbatches=1):
+        result = places.everywhere(evaluated_after_training(network))
+    places.messages.close()
+    return result
+
+
 def check_equal(value: Any, expected: Any) -> None:
     """Check that nested containers are equal, tensors and numbers with a tolerance of 1e-12."""
     if isinstance(expected, (Tensor, float)):
@@ -248,6 +279,14 @@ def check_layouts(layouts: Mapping[tuple[str, ...], Sequence[tuple[int, ...]]]) 
             # It does not matter which rank of another stage runs a microbatch.
             known = first.setdefault(replicas[0], results[3:])
             check_equal(results[3:], known[: len(results[3:])])
+
+
+def test_a_network_with_running_statistics_may_have_other_code_in_evaluation() -> None:
+    """The network is traced again in its first evaluation. The trace sends no messages about the statistics."""
+    torch.manual_seed(0)
+    expected = evaluated_after_training(Normalised().double())
+    for result in run_ranks(2, evaluated_in_stages):
+        check_equal(result, expected)
 
 
 def test_all_ranks_run_the_programs_of_one_device() -> None:
