@@ -40,7 +40,12 @@ class KeepFindings(Callback):
 
 
 def findings_of(
-    program: Program, steps: int, devices: int = 2, every: int = EVERY, seconds: float = SECONDS
+    program: Program,
+    steps: int,
+    devices: int = 2,
+    every: int = EVERY,
+    replay_every: int = EVERY // 2,
+    seconds: float = SECONDS,
 ) -> list[Finding]:
     """Return the findings of all ranks, the earliest first, and findings before notes.
 
@@ -49,6 +54,7 @@ def findings_of(
         steps: Number of steps.
         devices: Number of ranks.
         every: Number of steps from one check to the next.
+        replay_every: Number of steps from one batch whose layers are computed twice to the next.
         seconds: Time limit of the run.
 
     Raises:
@@ -70,7 +76,7 @@ def findings_of(
 
         def train() -> None:
             seed_everything(0, verbose=False)
-            guard = Guard(every=every, replay_every=every // 2)
+            guard = Guard(every=every, replay_every=replay_every)
             strategy = forked(program.strategy) if isinstance(program.strategy, str) else program.strategy
             callbacks = [*program.callbacks, guard, KeepFindings(guard, folder / "findings")]
             settings: dict[str, Any] = {"max_steps": steps, "logger": False, "max_epochs": 1000, **program.trainer}
