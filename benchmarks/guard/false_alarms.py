@@ -22,26 +22,48 @@ from guarded import findings_of
 from ranks import report
 
 HERE = Path(__file__).parent
+ZOO_RESULTS = HERE / "zoo_alarms.json"  # Results of all runs over the zoo.
 ZOO = """
 ## The zoo
 
-Entries of the zoo (see the page of tested networks and modules), each with twelve steps under the strategy, as `make
-test-zoo-guard` trains them, which was not run to its end: a dash stands for an entry that was not tried. Commits are
-those of the guard that was tried, with the number of entries.
+Pairs of an entry of the zoo (see the page of tested networks and modules) and a strategy, as `make test-zoo-guard`
+trains them: six steps, with checks after the first, the fifth and the last one. The pairs of November 2026 had twelve
+steps. A dash stands for a pair that was not tried. `zoo_alarms.json` keeps the results, and
+`make test-zoo-guard CONTINUE=1` tries the other pairs. Commits are those of the guard that was tried, with the number
+of entries.
 
-This run has found two faults of the guard, which are repaired: an alarm about a memory of labels (`CrossBatchMemory`,
-`ddp_balanced`), and a layer that was computed twice on a rank that did not have all its values, so that it waited
-without end (`MoCoTask`, version 2, `hybrid_pipeline [2, 1]`). `ClassificationRoutine, batch ensemble` fails under
-`hybrid_pipeline [1, 1]` in a validation, without the guard as well. PSPNet's encoder has layers that it does not use.
+These runs have found two faults of the guard, which are repaired: an alarm about a memory of labels
+(`CrossBatchMemory`, `ddp_balanced`), and a layer that was computed twice on a rank that did not have all its values, so
+that it waited without end (`MoCoTask`, version 2, `hybrid_pipeline [2, 1]`). They have also found a fault of
+`hybrid_pipeline [1, 1]`, which is repaired: `ClassificationRoutine, batch ensemble` failed in a validation, without the
+guard as well. PSPNet's encoder has layers that it does not use.
 """
 
 
 Entries = Mapping[str, Mapping[str, Mapping[str, Any]]]  # Results by the names of entries and of strategies.
 
 
-def zoo_entries(folder: Path) -> Entries:
-    """Return the results of `make test-zoo-guard`, from a folder with a file for each entry."""
-    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+def zoo_entries(kept: Path, folder: Path) -> Entries:
+    """Return the results of all runs of `make test-zoo-guard`, and keep them.
+
+    Args:
+        kept: File that keeps results. For a pair without a finding and a note it has only when the pair was tried.
+        folder: Folder with the files of the last run, one for each entry.
+    """
+    entries: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
+    for file in folder.glob("*.json"):
+        for strategy, result in json.loads(file.read_text()).items():
+            is_silent = result.get("findings") == result.get("notes") == []
+            entries.setdefault(file.stem, {})[strategy] = result["measured"] if is_silent else result
+    kept.write_text(json.dumps(entries, indent=0, sort_keys=True) + "\n")
+    silent = {"findings": [], "notes": []}
+    return {
+        name: {
+            strategy: {**silent, "measured": result} if isinstance(result, str) else result
+            for strategy, result in results.items()
+        }
+        for name, results in sorted(entries.items())
+    }
 
 
 def is_refused(result: Mapping[str, Any]) -> bool:
@@ -56,7 +78,7 @@ def zoo_text(entries: Entries) -> str:
     for strategy in strategies:
         results = [entry[strategy] for entry in entries.values() if strategy in entry]
         trained = [result for result in results if not is_refused(result)]
-        commits = Counter(result["measured"].rpartition(" ")[2] for result in results)
+        commits = Counter(result["measured"].partition(", ")[2] for result in results)
         cells = [strategy, len(trained), len(results) - len(trained)]
         cells += [sum(len(result[key]) for result in trained) for key in ("findings", "notes")]
         lines.append(
@@ -116,7 +138,7 @@ def main() -> None:
                 options.results.write_text(json.dumps(known, indent=1))
         rows.append([name, strategy, str(steps), "; ".join(known[key]) or "none"])
     if not options.only:
-        entries = zoo_entries(options.zoo or HERE.parents[1] / "build" / "zoo" / "alarms")
+        entries = zoo_entries(ZOO_RESULTS, options.zoo or HERE.parents[1] / "build" / "zoo" / "alarms")
         lines = ["| " + " | ".join(row) + " |" for row in rows]
         table = "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
         text = "\n\n".join([(__doc__ or "").strip(), table, ZOO.strip(), zoo_text(entries)])
