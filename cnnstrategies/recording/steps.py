@@ -8,6 +8,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+EVENTS = ("begin_batch", "before_backward", "before_step", "after_step", "end_batch")  # Methods of a reader.
+
 
 class StepReader:
     """Base class of objects that read training steps. By default, all methods do nothing.
@@ -58,13 +60,13 @@ class StepRecorder:
 
     def __init__(self, readers: Sequence[StepReader] = (), optimizers: Sequence[Optimizer] = ()) -> None:
         self._readers = readers
-        self._begin_batch, self._before_backward, self._before_step, self._after_step_of, self._end_batch = (
-            _methods(readers, name)
-            for name in ("begin_batch", "before_backward", "before_step", "after_step", "end_batch")
-        )
+        self._methods = {event: _methods(readers, event) for event in EVENTS}
         self._followers: list[StepReader] = []
         self._call_hooks: list[RemovableHandle] = []
-        self._step_hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        self._step_hooks = [
+            optimizer.register_step_post_hook(lambda optimizer, *_: self._tell("after_step", optimizer))
+            for optimizer in optimizers
+        ]
 
     def begin_batch(self, batch: Any, index: int, steps: int) -> None:
         """Tell readers about a batch.
@@ -77,8 +79,7 @@ class StepRecorder:
         _remove(self._call_hooks)
         for reader in self._readers:
             reader.step = steps + 1
-        for begin_batch in self._begin_batch:
-            begin_batch(batch, index)
+        self._tell("begin_batch", batch, index)
         self._followers = [reader for reader in self._readers if reader.follows_calls]
         if self._followers:
             self._call_hooks.append(register_module_forward_pre_hook(self._before_call))
@@ -86,22 +87,18 @@ class StepRecorder:
 
     def before_backward(self, loss: Any) -> None:
         """Tell readers about a loss."""
-        for before_backward in self._before_backward:
-            before_backward(loss)
+        self._tell("before_backward", loss)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Tell readers that an optimizer is going to make a step."""
-        for before_step in self._before_step:
-            before_step(optimizer)
+        self._tell("before_step", optimizer)
 
     def end_batch(self, outputs: Any) -> None:
         """Tell readers about the outputs of the training step."""
         self._followers = [reader for reader in self._followers if reader.follows_to_next]
         if not self._followers:
             _remove(self._call_hooks)
-        loss = loss_of(outputs)
-        for end_batch in self._end_batch:
-            end_batch(loss)
+        self._tell("end_batch", loss_of(outputs))
 
     def end(self) -> None:
         """Remove the hooks."""
@@ -118,9 +115,9 @@ class StepRecorder:
             output = output if changed is None else changed
         return output
 
-    def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        for after_step in self._after_step_of:
-            after_step(optimizer)
+    def _tell(self, event: str, *values: Any) -> None:
+        for method in self._methods[event]:
+            method(*values)
 
 
 def loss_of(outputs: Any) -> Any:
