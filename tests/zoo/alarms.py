@@ -28,7 +28,7 @@ from tests.conftest import ROOT
 from tests.zoo.examples import LIGHTLY, METRIC_LEARNING, lightly_entry, metric_entry
 from tests.zoo.modules import TORCHGEO, UNCERTAINTY, torchgeo_entry, uncertainty_entry
 from tests.zoo.networks import NETWORKS, entry
-from tests.zoo.trial import RESULTS, STRATEGIES, Entry, chosen_strategies, part_of, this_code
+from tests.zoo.trial import RESULTS, STRATEGIES, Classifier, Entry, chosen_strategies, part_of, this_code
 
 sys.path.append(str(ROOT / "benchmarks" / "guard"))
 
@@ -80,6 +80,8 @@ def alarms_of(name: str, strategy: str) -> dict[str, Any]:
     """Train an entry under a strategy, and return the findings, the notes, and the line with which it is refused."""
     tried = ENTRIES[name]()
     module, chosen, devices = tried.strategy("ddp" if strategy in MORE else strategy)
+    if isinstance(module, Classifier):  # A trial of the loss would take longer than the six steps of a deep network.
+        module.loss_divisor = "samples"  # type: ignore[assignment]  # an attribute that modules may have
     if strategy in MORE:
         chosen = MORE[strategy]()
     program: Any = Program(module, Loaded(tried.data), chosen)  # type: ignore[arg-type]  # any module can be guarded
