@@ -175,8 +175,12 @@ class LeafTracer(fx.Tracer):
         """Return the argument of a node for a value, which may be nested.
 
         torch.fx makes constants attributes of the network. This method keeps them in ``constants``, because a trace
-        must not change the network.
+        must not change the network. And torch.fx makes a plain dictionary of an object that is a dictionary and a
+        dataclass, as the results of transformers' models are. This method keeps the class if it is a pytree node.
         """
+        if isinstance(a, dict) and is_dataclass(a) and type(a) in SUPPORTED_NODES:
+            values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(a)}
+            return self.create_node("call_function", type(a), (), values)
         if not isinstance(a, Tensor):
             register_dataclass(type(a))
             return super().create_arg(a)

@@ -224,12 +224,14 @@ def _restore_by(
 
 
 def _restore_dict(values: dict[Any, Any]) -> Restore:
-    before = dict(values)
+    # A class of dictionaries may return other objects for its keys than it holds, as transformers' activations do.
+    before = dict(values.items())
 
     def restore() -> dict[str, bool]:
-        keys = [key for key, value in before.items() if key not in values or values[key] is not value]
-        keys += [key for key in values if key not in before]
-        changes = {str(key): key in values and isinstance(values[key], _PLAIN) for key in keys}
+        present = dict(values.items())
+        keys = [key for key, value in before.items() if key not in present or present[key] is not value]
+        keys += [key for key in present if key not in before]
+        changes = {str(key): key in present and isinstance(present[key], _PLAIN) for key in keys}
         if changes:
             values.clear()
             values.update(before)

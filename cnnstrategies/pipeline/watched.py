@@ -81,10 +81,11 @@ class Container:
         """Return a record of the present content; None if it differs in more than numbers and texts of a dictionary."""
         if not self.has_changed():
             return self
-        target, noted = self.target, zip(self._keys, self._values, strict=True)
+        target = self.target
         if not isinstance(target, dict) or list(target) != self._keys:
             return None
-        if all(target[key] is old or (isinstance(old, PLAIN) and isinstance(target[key], PLAIN)) for key, old in noted):
+        pairs = zip(target.values(), self._values, strict=True)
+        if all(new is old or (isinstance(old, PLAIN) and isinstance(new, PLAIN)) for new, old in pairs):
             return Container(self.path, target, self._kind)
         return None
 
@@ -122,7 +123,7 @@ class Container:
         if not self.has_changed():
             return None
         target, is_dict = self.target, isinstance(self.target, dict)
-        present = dict(target) if is_dict else list(target)
+        present = dict(target.items()) if is_dict else list(target)
         _fill(target, dict(zip(self._keys, self._values, strict=True)) if is_dict else self._values)
         return partial(_fill, target, present)
 

@@ -3,8 +3,9 @@
 import copy
 import hashlib
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -25,6 +27,16 @@ from tests.pipeline.test_stage import UNet, build
 from tests.runner.ranks import run_apart
 
 OUTSIDE: list[Any] = [0]
+
+
+class Kinds(OrderedDict[str, type[nn.Module]]):
+    """Classes of layers. Like transformers' table of activations, it makes a new layer whenever it is asked."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+KINDS = Kinds(tanh=nn.Tanh)
 
 
 class Nasty(nn.Module):
@@ -183,6 +195,7 @@ def test_a_trace_leaves_nothing_behind_and_what_a_graph_cannot_repeat_stays_whol
     traced = trace_open(network)
     assert digest(network) == before
     assert outside == OUTSIDE
+    assert list(KINDS.items()) == [("tanh", nn.Tanh)]
     reasons = [(network.get_submodule("1") is module, seal.reason) for module, seal in seals(traced).items()]
     if how in WHOLE:
         assert reasons[-1][0]
@@ -318,6 +331,35 @@ def test_modules_may_return_nested_results(number: int) -> None:
     torch.manual_seed(0)
     division = compare(Net(*FORMS[number]).double(), ["a"], torch.randn(2, 4, dtype=torch.float64))
     assert division.opened == (("", "a", "b") if number == 3 else ("",))
+
+
+@dataclass
+class Output(dict[str, Any]):
+    """A result that is a dictionary and a dataclass, as the results of transformers' models are."""
+
+    logits: Any
+    features: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+
+register_pytree_node(
+    Output,
+    lambda output: ([*output.values()], [*output]),
+    lambda parts, names: Output(**dict(zip(names, parts, strict=True))),
+)
+
+
+def test_a_result_that_is_a_dictionary_and_a_dataclass_keeps_its_class() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 4), Scaled(lambda x, y: Output(x * y)))
+    images = torch.randn(2, 4)
+    result = trace_open(network)(images)
+    assert type(result) is Output
+    assert result.features is None
+    assert torch.equal(result.logits, network(images).logits)
+    assert torch.equal(result["logits"], result.logits)
 
 
 def test_attributes_hooks_and_modes_stay_live() -> None:
