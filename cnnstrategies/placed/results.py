@@ -10,6 +10,7 @@ from cnnstrategies.placed.messages import RefusedError
 from cnnstrategies.placed.operations import tensors_in, with_tensors
 
 META = torch.device("meta")
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
 # The cache is emptied at this number of entries. A program whose batches all have different shapes needs new entries
 # all the time.
 LIMIT = 20_000
@@ -61,14 +62,12 @@ class ResultForms:
             known = self._known.get(key, self)
         except TypeError:  # An argument is not hashable.
             key, known = None, self
-        if known is not self:
-            return known
-        forms = run_on_meta(func, args, kwargs)
-        if key is not None:
+        forms = run_on_meta(func, args, kwargs) if known is self else known
+        if known is self and key is not None:
             if len(self._known) >= LIMIT:
                 self._known.clear()
             self._known[key] = forms
-        return forms
+        return _saved_on_cpu(args, forms) if func is BATCH_NORM else forms
 
 
 def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -88,6 +87,15 @@ def as_forms(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_forms(item) for item in value]
     return value
+
+
+def _saved_on_cpu(args: Any, forms: Any) -> Any:
+    """Return batch normalisation's results. In evaluation mode the statistics that it saves are empty on a CPU only."""
+    images, is_training = args[0], args[5]
+    if is_training or images.device.type != "cpu":
+        return forms
+    empty = forms[1]._replace(shape=(0,), stride=(1,))
+    return [forms[0], empty, empty]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

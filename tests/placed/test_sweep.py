@@ -7,7 +7,6 @@ from tests.placed.sweep import failures, torch_operations
 STRIDES = "torch computes other strides without values than on the CPU"
 # Names of operations with differences that have a reason.
 KNOWN = {
-    "native_batch_norm": "without training, the saved statistics are empty on the CPU",
     "nn.functional.triplet_margin_with_distance_loss": "the sample contains a module, of which the check makes a copy",
     **dict.fromkeys(("empty_like", "new_empty", "empty_strided", "new_empty_strided"), "the values are arbitrary"),
     "svd_lowrank": STRIDES,
