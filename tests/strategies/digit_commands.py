@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.data.loading import TensorSource
 from tests.conftest import PlainCNN
 
 COMMON = [
@@ -29,6 +31,14 @@ class GroupedCNN(PlainCNN):
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """Return the pattern of the layers' names."""
         return {"layers": r"^(\d+)"}
+
+
+class FewForValidation(DigitsDataModule):
+    """Digits with 135 images for validation: two batches, and seven more images, which two ranks cannot share."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.val_source = TensorSource(self.val_source.images[:135], self.val_source.targets[:135])
 
 
 class OwnSGD(torch.optim.SGD):

@@ -17,6 +17,7 @@ RECIPE = [
     "--model.init_args.layer_lr_decay=0.5",
     "--model.init_args.class_weights=balanced",
     "--model.init_args.test_flips=true",
+    "--data=tests.strategies.digit_commands.FewForValidation",
     "--trainer.limit_val_batches=1.0",
     "--model.init_args.decay_norms_and_biases=false",
     "--model.init_args.lr_interval=step",
