@@ -266,6 +266,7 @@ def test_every_launcher_reads_any_environment() -> None:
 @pytest.mark.warm
 def test_two_processes_with_rank_and_world_size_train_one_model(tmp_path: Path) -> None:
     few = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1")
+    few = (*few, "--pictures=false")  # To draw them would take longer than the training.
     words = [PYTHON, *fit("--trainer.devices=1", "--trainer.num_nodes=2", *few)]
     main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     programs = [Program(words, tmp_path / f"log{rank}", RANK=str(rank), **main) for rank in range(2)]
