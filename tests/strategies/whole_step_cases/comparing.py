@@ -38,19 +38,6 @@ class GatheredContrast(Classifier):
 
 
 @case()
-class SimclrOneCall(Classifier):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return nt_xent(self.net(torch.cat([x.flip(-1), x + 0.1 * torch.randn_like(x)])))
-
-
-@case()
-class SimclrTwoCalls(Classifier):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        left, right = self.net(x.flip(-1)), self.net(x + 0.1 * torch.randn_like(x))
-        return nt_xent(torch.cat([left, right]))
-
-
-@case()
 class SimclrWithHead(Classifier):
     def __init__(self) -> None:
         super().__init__()

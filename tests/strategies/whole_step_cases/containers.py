@@ -22,12 +22,6 @@ class LearnedNormalisation(Classifier):
         return F.cross_entropy(self.net(x * self.gain), y)
 
 
-@case()
-class Reconstruction(Dense):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.net(x), x)
-
-
 class MinibatchBlock(Block):
     """A residual block that adds the standard deviation over the batch."""
 

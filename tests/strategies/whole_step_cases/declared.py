@@ -68,18 +68,6 @@ class DeclaredPenalty(Declared):
 
 
 @case()
-class DeclaredOutputs(Declared):
-    def changed(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
-        return loss + 0.01 * outputs.square().mean()
-
-
-@case()
-class DeclaredLater(Declared):
-    def changed(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
-        return loss + 0.1 * outputs.square().mean() if self.global_step > 4 else loss
-
-
-@case()
 class DeclaredTiny(Declared):
     """A small term must not be lost in a tolerance."""
 
@@ -129,12 +117,6 @@ class DeclaredClip(Declared):
 @case(trainer={"accumulate_grad_batches": 4})
 class DeclaredAccumulation(Declared):
     pass
-
-
-@case()
-class ClassWeights(Classifier):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x), y, weight=torch.arange(1.0, 6.0))
 
 
 # The cases from here on are not in the reproductions or the prototypes.

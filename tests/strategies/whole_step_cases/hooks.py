@@ -7,20 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.strategies.whole_step_cases.base import Block, Classifier, case
-
-
-class ScaledBlock(Block):
-    """A residual block with a factor that training may change, and a term for the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha, self.kl = 1.0, torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.alpha * F.relu(self.conv(x))
-        self.kl = y.square().mean()
-        return x + y
+from tests.strategies.whole_step_cases.base import Classifier, case
 
 
 class Temperature(nn.Module):
@@ -57,16 +44,6 @@ class TensorHook(Classifier):
 
 
 @case()
-class AttributeOfBlocks(Classifier):
-    block = ScaledBlock
-
-    def on_train_epoch_start(self) -> None:
-        for module in self.net.modules():
-            if isinstance(module, ScaledBlock):
-                module.alpha = 0.25
-
-
-@case()
 class AnnealedTemperature(Classifier):
     middle = Temperature
 
@@ -74,54 +51,6 @@ class AnnealedTemperature(Classifier):
         for module in self.net.modules():
             if isinstance(module, Temperature):
                 module.tau = 1.0 + 0.2 * self.global_step
-
-
-@case()
-class FrozenByClass(Classifier):
-    block = ScaledBlock
-
-    def on_train_epoch_start(self) -> None:
-        for module in self.net.modules():
-            if isinstance(module, ScaledBlock):
-                module.requires_grad_(False)
-
-
-@case()
-class FirstFourFrozen(Classifier):
-    def on_train_epoch_start(self) -> None:
-        for parameter in list(self.net.parameters())[:4]:
-            parameter.requires_grad_(False)
-
-
-@case()
-class ScaledByPosition(Classifier):
-    def on_after_backward(self) -> None:
-        for position, parameter in enumerate(self.net.parameters()):
-            if parameter.grad is not None:
-                parameter.grad.mul_(1 / (1 + position))
-
-
-@case()
-class KlTerm(Classifier):
-    block = ScaledBlock
-
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.net(x), y)
-        return loss + sum(module.kl for module in self.net.modules() if isinstance(module, ScaledBlock))
-
-
-@case()
-class RootOfKl(KlTerm):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.net(x), y)
-        return loss + sum(module.kl.sqrt() for module in self.net.modules() if isinstance(module, ScaledBlock))
-
-
-@case()
-class LossTimesKl(KlTerm):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.net(x), y)
-        return loss * (1 + self.net[1].kl)
 
 
 @case()
@@ -181,43 +110,6 @@ class CentralizedGradients(Classifier):
             if parameter.dim() > 1:
                 axes = tuple(range(1, parameter.dim()))
                 parameter.grad = parameter.grad - parameter.grad.mean(axes, keepdim=True)
-
-
-@case()
-class NoisyGradients(Classifier):
-    def on_after_backward(self) -> None:
-        scale = 0.01 / (1 + self.global_step) ** 0.55
-        for parameter in self.parameters():
-            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=scale)
-
-
-@case()
-class PostAccumulateHook(Classifier):
-    def on_fit_start(self) -> None:
-        def clamp(parameter: Tensor) -> None:
-            parameter.grad.clamp_(-0.01, 0.01)
-
-        for parameter in self.net.parameters():
-            parameter.register_post_accumulate_grad_hook(clamp)
-
-
-@case()
-class BackwardHook(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
-
-
-@case()
-class GradientOfActivations(Classifier):
-    """Scales the gradient of a layer's output with a hook that a forward hook registers."""
-
-    def on_train_start(self) -> None:
-        def halve(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: gradient * 0.5)
-
-        self.net[1].register_forward_hook(halve)
 
 
 @case()

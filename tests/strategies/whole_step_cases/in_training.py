@@ -14,19 +14,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from tests.strategies.whole_step_cases.base import Block, Classifier, case, classifier
 
 
-class Swapping(Callback):
-    """Replaces a layer without parameters in the second epoch."""
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 1:
-            module.net[2] = nn.Softplus()
-
-
-@case(callbacks=lambda: [Swapping()])
-class SwappedModule(Classifier):
-    pass
-
-
 class SwappingBlocks(Callback):
     """Replaces a block by a copy of it with other weights, and adds the weights to the optimizer."""
 
@@ -166,21 +153,6 @@ class ScheduleOfNorms(Classifier):
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Histograms(Callback):
-    """Keeps histograms of weights and gradients."""
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        for parameter in module.net.parameters():
-            for values in (parameter.detach(), parameter.grad):
-                counts = torch.histc(values, 4, -1, 1)
-                module.history += [*counts.tolist(), values.quantile(0.9).item()]
-
-
-@case(callbacks=lambda: [Histograms()])
-class LoggedHistograms(Classifier):
-    pass
 
 
 class NoiseOfGradients(Callback):

@@ -25,17 +25,6 @@ class Lamb(Classifier):
         return timm.optim.create_optimizer_v2(self.net, opt="lamb", lr=0.01, weight_decay=0.0)
 
 
-@case(trainer={"accumulate_grad_batches": 4})
-class Accumulated(Classifier):
-    """Six batches an epoch: the last step of an epoch has two batches."""
-
-
-@case()
-class WeightPenalty(Classifier):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x), y) + 1e-2 * sum(p.square().sum() for p in self.net.parameters())
-
-
 @case()
 class ManualOptimization(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -198,12 +187,6 @@ class WarmupInStep(Classifier):
             closure()
         else:
             optimizer.step(closure=closure)
-
-
-@case()
-class ForeachAdam(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=2e-3, foreach=True, amsgrad=True)
 
 
 @case()

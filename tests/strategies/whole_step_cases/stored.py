@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.strategies.whole_step_cases.base import Block, Classifier, StemBodyHead, case, classifier
+from tests.strategies.whole_step_cases.base import Block, Classifier, StemBodyHead, case
 
 
 class KeepingBlock(Block):
@@ -49,16 +49,25 @@ class DeviationBlock(KeepingBlock):
 class Kept(Classifier):
     """Adds what its blocks have kept to the loss."""
 
-    block: type[nn.Module] = KeepingBlock
-
-    def network(self) -> nn.Module:
-        return classifier(self.block)
+    block = KeepingBlock
 
     def terms(self) -> list[Tensor]:
         return [module.term for module in self.net.modules() if isinstance(module, KeepingBlock)]
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.net(x), y) + 0.1 * sum(term.mean() for term in self.terms())
+
+
+@case()
+class KlTerm(Kept):
+    pass
+
+
+@case()
+class LossTimesKl(Kept):
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.net(x), y)
+        return loss * (1 + self.terms()[0])
 
 
 @case()

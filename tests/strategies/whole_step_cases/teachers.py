@@ -12,13 +12,6 @@ from tests.strategies.whole_step_cases.containers import Skips
 
 
 @case()
-class Simsiam(Classifier):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        a, b = self.net(x.flip(-1)), self.net(x)
-        return -F.cosine_similarity(a, b.detach()).mean() - F.cosine_similarity(b, a.detach()).mean()
-
-
-@case()
 class Byol(Classifier):
     def __init__(self) -> None:
         super().__init__()

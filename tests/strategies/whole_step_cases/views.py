@@ -25,15 +25,6 @@ class AdversarialImages(Dense):
 
 
 @case()
-class Mixup(Classifier):
-    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        weight = torch.rand(()).item()
-        order = torch.randperm(len(x))
-        scores = self.net(weight * x + (1 - weight) * x[order])
-        return weight * F.cross_entropy(scores, y) + (1 - weight) * F.cross_entropy(scores, y[order])
-
-
-@case()
 class NoisyOutputs(Classifier):
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         scores = self.net(x)
