@@ -56,7 +56,8 @@ class MovementHistory:
             now: States of the parameters by their names.
             records: Records of the steps since the last check.
             steps: Number of these steps.
-            sees_gradients: Whether gradients are in the parameters before an optimizer's step.
+            sees_gradients: Whether gradients are in the parameters before an optimizer's step. Otherwise they are those
+                of this rank's samples, and a few weights that do not change are not named.
         """
         result: dict[Movement, list[str]] = {}
         frozen: list[str] = []  # Frozen parameters that have changed.
@@ -79,6 +80,10 @@ class MovementHistory:
                 result.setdefault("not optimized", []).append(name)
             elif reach is None and not state.has_gradient:
                 result.setdefault("without a gradient", []).append(name)
+        if not sees_gradients and 2 * len(result.get("stuck", [])) < len(records.reach):
+            # A worker sees gradients of its own samples only. Those of all workers may add up to zero, for example for
+            # a bias on which a loss of all workers' samples does not depend.
+            result.pop("stuck", None)
         if len(frozen) > 1:
             # A memory error changes one parameter. Code that updates an average changes all parameters of a network,
             # maybe in each epoch only, and some averages hardly change: of a bias before batch normalisation, whose
