@@ -32,11 +32,13 @@ steps. A dash stands for a pair that was not tried. `zoo_alarms.json` keeps the 
 `make test-zoo-guard CONTINUE=1` tries the other pairs. Commits are those of the guard that was tried, with the number
 of entries.
 
-These runs have found two faults of the guard, which are repaired: an alarm about a memory of labels
-(`CrossBatchMemory`, `ddp_balanced`), and a layer that was computed twice on a rank that did not have all its values, so
-that it waited without end (`MoCoTask`, version 2, `hybrid_pipeline [2, 1]`). They have also found a fault of
-`hybrid_pipeline [1, 1]`, which is repaired: `ClassificationRoutine, batch ensemble` failed in a validation, without the
-guard as well. PSPNet's encoder has layers that it does not use.
+These runs have found three faults of the guard, which are repaired: an alarm about a memory of labels
+(`CrossBatchMemory`, `ddp_balanced`), a layer that was computed twice on a rank that did not have all its values, so
+that it waited without end (`MoCoTask`, version 2, `hybrid_pipeline [2, 1]`), and an alarm about a bias that does not
+change because its gradients cancel between the workers (`VICReg, gather_distributed`, `parameter_server`). They have
+also found a fault of `hybrid_pipeline`, which is repaired: two modules of torch-uncertainty that ask `self.training`
+(batch ensemble, MC dropout) failed in a validation, without the guard as well. PSPNet's encoder has layers that it does
+not use.
 """
 
 
