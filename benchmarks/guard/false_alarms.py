@@ -37,8 +37,8 @@ These runs have found three faults of the guard, which are repaired: an alarm ab
 that it waited without end (`MoCoTask`, version 2, `hybrid_pipeline [2, 1]`), and an alarm about a bias that does not
 change because its gradients cancel between the workers (`VICReg, gather_distributed`, `parameter_server`). They have
 also found a fault of `hybrid_pipeline`, which is repaired: two modules of torch-uncertainty that ask `self.training`
-(batch ensemble, MC dropout) failed in a validation, without the guard as well. PSPNet's encoder has layers that it does
-not use.
+(batch ensemble, MC dropout) failed in a validation, for a cause outside of the guard. PSPNet's encoder has layers that
+it does not use.
 """
 
 
