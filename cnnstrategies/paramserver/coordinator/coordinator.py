@@ -47,12 +47,15 @@ class PublishedSpecification:
     Args:
         roster: The members of the run.
         answer: Function that sends a reply to a member.
+
+    Attributes:
+        number: Number of the specification; -1 before a worker has published one.
     """
 
     def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None]) -> None:
         self._roster = roster
         self._answer = answer
-        self._number = -1  # number of the specification; -1 before the first one
+        self.number = -1
         self._frames: Sequence[Buffer] = ()  # the specification, as JSON in one frame
         self._view = 0  # number of the first view with this specification, if it has replaced an earlier one; else 0
         # By member that waits for a specification: number of its request, and lowest number of the specification.
@@ -61,12 +64,12 @@ class PublishedSpecification:
     def put(self, message: Message) -> None:
         """Store the specification in a worker's message, unless another message has already brought it."""
         number = message.integer("number")
-        if number <= self._number:
+        if number <= self.number:
             return
-        if self._number >= 0:
+        if self.number >= 0:
             self._roster.respecify(number)
             self._view = self._roster.number
-        self._frames, self._number = message.frames, number
+        self._frames, self.number = message.frames, number
 
     def ask(self, peer: Peer, message: Message) -> None:
         """Let a member wait for a specification."""
@@ -84,7 +87,7 @@ class PublishedSpecification:
         """
         unseen = self._view and self._roster.not_seen(self._view)
         for peer, (request, least) in list(self._awaiting.items()):
-            if self._number >= least and not (unseen and peer.role == WORKER):
+            if self.number >= least and not (unseen and peer.role == WORKER):
                 del self._awaiting[peer]
                 self._answer(peer, Message(DONE, {}, self._frames, request))
 
@@ -100,6 +103,7 @@ class Coordinator:
         ended: The message to all members with the reason why the run has ended; None before the end.
         signal: Number of the first signal that a member has received, after which all members must stop; 0 if no member
             has received a signal.
+        specification: The run's specification, and the members that wait for it.
     """
 
     def __init__(self, settings: CoordinatorSettings) -> None:
@@ -111,7 +115,7 @@ class Coordinator:
         self.rounds = Rounds(self.roster, self.dispatcher, self._answer)
         self.ended: Message | None = None
         self.signal = 0
-        self._specification = PublishedSpecification(self.roster, self._answer)
+        self.specification = PublishedSpecification(self.roster, self._answer)
         self._deadlock: Lasting[list[CollectiveWait]] = Lasting([])
         # Number of the view that all servers must see before a collective's result can be sent; 0 if no result waits.
         self._awaited_view = Lasting(0)
@@ -274,7 +278,7 @@ class Coordinator:
             if late or not self.roster.missing():
                 self._effects.append(End("a supervision process requested the end", clean=True))
         if self.ended is None:
-            self._specification.give()
+            self.specification.give()
             self.rounds.go_on()
             if (reason := self.rounds.over) is not None:
                 self._finish(reason)
@@ -348,7 +352,7 @@ class Coordinator:
     def _forget(self, member: Member) -> None:
         """Drop a former member's requests, and its contributions to collectives."""
         self.answering.forget(member.peer)
-        self._specification.forget(member.peer)
+        self.specification.forget(member.peer)
         if member.peer.role == WORKER:
             self.rounds.forget(member.peer.id)
             if self.roster.sealed:
@@ -371,11 +375,11 @@ class Coordinator:
         return None
 
     def _put(self, member: Member, message: Message) -> Fields:
-        self._specification.put(message)
+        self.specification.put(message)
         return {}
 
     def _get(self, member: Member, message: Message) -> Fields:
-        self._specification.ask(member.peer, message)
+        self.specification.ask(member.peer, message)
         return None
 
     def _epoch(self, member: Member, message: Message) -> Fields:
