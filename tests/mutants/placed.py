@@ -1,6 +1,6 @@
 """Mutants of tensors at places: random numbers, reads, messages, sums over replicas and steps of optimizers."""
 
-from cnnstrategies.placed import ForeignTensor, draws, messages
+from cnnstrategies.placed import ForeignTensor, messages, runner
 from cnnstrategies.placed.hidden import steps_separately
 from cnnstrategies.placed.places import Places
 from cnnstrategies.placed.rows import _check_finite
@@ -9,7 +9,7 @@ from tests.mutants.faulty import removes, replaces
 from tests.placed import test_hidden, test_messages, test_rules, test_scaled_loss, test_sums
 
 removes(
-    draws.draw_and_drop,
+    runner.draw_and_drop,
     "ranks that do not use random numbers do not draw them",
     killed_by=test_rules.test_a_program_gives_at_all_places_what_it_gives_on_one_device,
     program=test_rules.random_numbers,
