@@ -7,7 +7,8 @@ other test would fail.
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import multiprocessing as launchers
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
@@ -255,8 +257,41 @@ def check_start(method: str, device: torch.device) -> None:
             "restart the kernel or program and do not use a GPU before the run starts, or set start_method to spawn or "
             "popen in a script"
         )
+    if method == "fork" and device.type == "cuda" and _forks_lose_cuda():
+        raise ConfigurationError(
+            "start_method=fork: this process, or a package while it was imported, has asked CUDA for the GPUs, so "
+            "processes that are forked from it cannot use a GPU: set the environment variable "
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1 for the program, or set start_method to spawn or popen in a script"
+        )
     if method == "spawn":
         _check_missing_main_guard()
+
+
+def _forks_lose_cuda() -> bool:
+    """Whether processes that are forked from this one cannot use CUDA, which torch knows only in a forked process."""
+    process = os.fork()
+    if process == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))  # type: ignore[no-untyped-call]
+    return os.waitpid(process, 0)[1] != 0
+
+
+@contextmanager
+def forks_on_cpu(device: torch.device) -> Iterator[None]:
+    """Return a context in which Lightning's launchers fork ranks for CPUs also from a process that cannot use CUDA.
+
+    A process cannot use CUDA if it was itself forked, as those of ``verify``, from a process that has asked CUDA for
+    the GPUs. Lightning refuses to fork ranks from it, although ranks on CPUs need no CUDA.
+
+    Args:
+        device: Device of the ranks. For other devices than CPUs, Lightning's check remains.
+    """
+    original = launchers._check_bad_cuda_fork
+    if device.type == "cpu":
+        vars(launchers)["_check_bad_cuda_fork"] = lambda: None
+    try:
+        yield
+    finally:
+        vars(launchers)["_check_bad_cuda_fork"] = original
 
 
 def own_values(trainer: Trainer) -> set[str]:

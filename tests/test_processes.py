@@ -110,15 +110,22 @@ def test_a_rank_whose_starter_has_ended_during_its_imports_ends(rank, starter):
     assert subprocess.run(words, env=environment, timeout=60).returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])
-def test_ranks_are_not_forked_from_a_process_that_has_used_a_gpu(strategy, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "question", "words"),
+    [
+        (HybridPipelineStrategy, "is_initialized", "this process has used a GPU"),
+        (ParameterServerStrategy, "is_initialized", "this process has used a GPU"),
+        (HybridPipelineStrategy, "_is_in_bad_fork", "asked CUDA for the GPUs.* PYTORCH_NVML_BASED_CUDA_CHECK=1"),
+    ],
+)
+def test_ranks_are_not_forked_from_a_process_that_has_used_a_gpu(strategy, question, words, monkeypatch):
     """The ranks could not use their GPUs. Lightning's own check notices this only in the ranks."""
     made = strategy(start_method="fork")
     trainer = Trainer(accelerator="cpu", strategy=made, logger=False, enable_checkpointing=False)
     made.parallel_devices = [torch.device("cuda", 0)]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, question, lambda: True)
     module = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2)), 2)
-    with pytest.raises(ConfigurationError, match=r"start_method=fork: this process has used a GPU"):
+    with pytest.raises(ConfigurationError, match=f"start_method=fork: .*{words}"):
         trainer.fit(module, [(torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64))])
 
 

@@ -220,6 +220,16 @@ class LeafTracer(fx.Tracer):
         obj.node = self.create_node("call_function", with_keys, (obj.node, keys, type(self.root).__name__), {})
         return iter(keys)
 
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Return the numbers of a shape, for code such as ``all(size % 8 == 0 for size in x.shape[2:])``.
+
+        The method raises the same errors as :meth:`number`.
+        """
+        if not is_of_shapes(obj.node):
+            return super().iter(obj)
+        count = self.number(self.create_proxy("call_function", len, (obj,), {}))
+        return iter([obj[index] for index in range(count)])
+
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return the value of a condition on which the network's code branches, such as the condition of an ``if``.
 

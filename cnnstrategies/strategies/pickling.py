@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cnnstrategies._lightning_private import MultiProcessingLauncher, check_start
+from cnnstrategies._lightning_private import MultiProcessingLauncher, check_start, forks_on_cpu
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -45,5 +45,5 @@ def explain_pickling(launcher: Any, start_method: str, device: torch.device) -> 
 
 def _launch(launcher: Any, start_method: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
     check_start(start_method, device)
-    with explaining_pickling(start_method):
+    with explaining_pickling(start_method), forks_on_cpu(device):
         return type(launcher).launch(launcher, *args, **kwargs)

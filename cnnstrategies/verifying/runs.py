@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from cnnstrategies._lightning_private import ranks_are_children
+from cnnstrategies._lightning_private import forks_on_cpu, ranks_are_children
 from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying.batches import PRECISIONS, Precision, keeper_of
@@ -120,7 +120,7 @@ def verify(
                 f"strategy={kind.__name__}: {FORK_OPTION if accepts_start_method(kind) else FORKS}"
             )
         recorder.settle(fitting, module)
-        with ranks_meet(fitting.strategy):
+        with ranks_meet(fitting.strategy), forks_on_cpu(fitting.strategy.root_device):
             fitting.fit(module, **fit_arguments)
 
     return verdict_of(train, precision)

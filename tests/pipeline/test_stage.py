@@ -203,7 +203,7 @@ class Counting(nn.Conv2d):
 class ByShape(nn.Module):
     """A network that branches on shapes.
 
-    segmentation_models_pytorch checks the sizes of its images like this, and timm an embedding's size.
+    segmentation_models_pytorch and MONAI check the sizes of images like this, and timm an embedding's size.
     """
 
     def __init__(self) -> None:
@@ -213,6 +213,8 @@ class ByShape(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         height, width = images.shape[-2:]
         if height % 2 != 0 or width % 2 != 0:
+            raise ValueError("odd")
+        if not all(size % 2 == 0 for size in images.shape[2:]):
             raise ValueError("odd")
         x = self.first(images)
         for _ in range(int(x.shape[-1]) // 4):

@@ -116,6 +116,13 @@ class Divided(Data):
         return DataLoader(dataset, 4, sampler=sampler)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline"])
+def test_runs_on_cpus_need_no_cuda(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are forked after a package has asked CUDA for the GPUs cannot use CUDA, which torch then says."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert cnnstrategies.verify(Module(), Data(), strategy, steps=2).equal
+
+
 def test_a_run_that_leaves_out_samples_of_an_epoch_is_not_equal() -> None:
     verdict = cnnstrategies.verify(Module(), Divided(4), "ddp", steps=3)
     assert not verdict.equal
