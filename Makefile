@@ -56,7 +56,7 @@ test-zoo:
 	$(WITHOUT_CUDA) CNNSTRATEGIES_ZOO_PART=$(PART) CNNSTRATEGIES_ZOO_STRATEGY=$(STRATEGY) \
 		$(ZOO_VENV)/bin/python -m pytest --numprocesses 2 --maxschedchunk 1 --timeout 1500 \
 		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/detectors.py tests/zoo/examples.py tests/zoo/stages.py tests/zoo/divided.py \
-		tests/zoo/medical.py
+		tests/zoo/medical.py tests/zoo/vision_models.py
 ifeq ($(PART)$(STRATEGY),1/1)
 	$(ZOO_VENV)/bin/python -m tests.zoo.table benchmarks/zoo.md
 endif

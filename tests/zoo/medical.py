@@ -69,6 +69,7 @@ def samples(size: int, dimensions: int) -> DataLoader[Any]:
 
 
 CHANNELS: dict[str, Any] = {"in_channels": 1, "out_channels": CLASSES}
+SMALL: dict[str, Any] = {"hidden_size": 24, "mlp_dim": 32, "num_heads": 2}
 LEVELS: dict[str, Any] = CHANNELS | {"channels": (4, 8, 16), "strides": (2, 2)}
 FEATURES: dict[str, Any] = CHANNELS | {"features": (4, 4, 8, 8, 16, 4)}
 DYNAMIC: dict[str, Any] = CHANNELS | {
@@ -91,6 +92,26 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, 
     "SegResNet": (partial(nets.SegResNet, 2, 8, blocks_down=(1, 1), blocks_up=(1,), **CHANNELS), dice, 32, 2),
     "DynUNet, deep supervision, volumes": (
         partial(nets.DynUNet, 3, deep_supervision=True, deep_supr_num=1, **DYNAMIC), dice_and_entropy, 16, 3,
+    ),
+    "BasicUNet": (partial(nets.BasicUNet, 2, **FEATURES), dice_and_entropy, 32, 2),
+    "SegResNetDS, deep supervision": (
+        partial(nets.SegResNetDS, 2, 8, blocks_down=(1, 1), dsdepth=2, **CHANNELS), dice, 32, 2,
+    ),
+    "UNETR": (partial(nets.UNETR, 1, CLASSES, (32, 32), 4, **SMALL, spatial_dims=2), dice_and_entropy, 32, 2),
+    "MedNeXt": (
+        partial(nets.MedNeXt, 2, 4, 1, CLASSES, blocks_down=(1, 1), blocks_bottleneck=1, blocks_up=(1, 1)), dice, 32, 2,
+    ),
+    "RegUNet": (
+        partial(nets.RegUNet, 2, 1, 4, 2, out_channels=CLASSES, out_kernel_initializer="kaiming_uniform"), dice, 32, 2,
+    ),
+    "AutoEncoder": (
+        partial(nets.AutoEncoder, 2, channels=(4, 8), strides=(2, 2), **CHANNELS), dice_and_entropy, 32, 2,
+    ),
+    "ResNet, volumes": (
+        partial(
+            nets.ResNet, "basic", [1, 1, 1, 1], [8, 8, 16, 16], spatial_dims=3, n_input_channels=1, num_classes=CLASSES
+        ),
+        None, 16, 3,
     ),
     "DenseNet": (
         partial(nets.DenseNet, 2, init_features=8, growth_rate=4, block_config=(2, 2), **CHANNELS), None, 32, 2,
