@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 import runpy
 import sys
@@ -199,7 +200,22 @@ def test_each_word_of_the_glossary_names_an_existing_file() -> None:
 
 
 @pytest.mark.light
-@pytest.mark.parametrize("package", ["pipeline", "strategies.hybrid_pipeline"])
+def test_each_path_on_the_page_exists() -> None:
+    """Paths begin with a package; other names in code type follow a path and are short for one."""
+    packages = {path.stem for path in (ROOT / "cnnstrategies").iterdir()}
+    paths = {text for text in re.findall(r"`([a-z_]+\.[\w.]+)`", PAGE) if text.split(".")[0] in packages}
+    assert len(paths) > 50
+    missing = []
+    for path in sorted(paths):
+        try:
+            pkgutil.resolve_name(f"cnnstrategies.{path}")
+        except (ImportError, AttributeError):
+            missing.append(path)
+    assert not missing
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("package", ["pipeline", "strategies.hybrid_pipeline", "verifying"])
 def test_the_head_of_a_package_names_each_file(package: str) -> None:
     module = importlib.import_module(f"cnnstrategies.{package}")
     named = set(re.findall(r"`(\w+)", module.__doc__ or ""))

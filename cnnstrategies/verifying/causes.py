@@ -61,7 +61,7 @@ def likely_cause(difference: FirstDifference, comparison: TraceComparison) -> st
 
     Args:
         difference: The first value that differs.
-        comparison: The comparison in which it was difference.
+        comparison: The comparison that has found the difference.
     """
     trace = comparison.reference
     name = difference.name
