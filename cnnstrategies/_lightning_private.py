@@ -271,7 +271,7 @@ def _forks_lose_cuda() -> bool:
     """Whether processes that are forked from this one cannot use CUDA, which torch knows only in a forked process."""
     process = os.fork()
     if process == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))  # type: ignore[no-untyped-call]
+        os._exit(int(torch.cuda._is_in_bad_fork()))
     return os.waitpid(process, 0)[1] != 0
 
 
@@ -285,7 +285,7 @@ def forks_on_cpu(device: torch.device) -> Iterator[None]:
     Args:
         device: Device of the ranks. For other devices than CPUs, Lightning's check remains.
     """
-    original = launchers._check_bad_cuda_fork
+    original = vars(launchers)["_check_bad_cuda_fork"]
     if device.type == "cpu":
         vars(launchers)["_check_bad_cuda_fork"] = lambda: None
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
+from operator import getitem
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -228,7 +229,7 @@ class LeafTracer(fx.Tracer):
         if not is_of_shapes(obj.node):
             return super().iter(obj)
         count = self.number(self.create_proxy("call_function", len, (obj,), {}))
-        return iter([obj[index] for index in range(count)])
+        return iter([self.create_proxy("call_function", getitem, (obj, index), {}) for index in range(count)])
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return the value of a condition on which the network's code branches, such as the condition of an ``if``.
