@@ -125,6 +125,15 @@ def test_a_pause_of_a_process_does_not_count_as_silence_of_others() -> None:
     assert not liveness.silent(0.0), "this process has not read messages since the last call"
 
 
+def test_a_process_that_is_always_late_notices_in_the_end_that_another_is_silent() -> None:
+    liveness: Liveness[str] = Liveness(pause=1.0, usual=0.25)
+    for call in range(5):
+        liveness.pass_to(10.0 * call)
+        if call == 0:
+            liveness.hear("lost")
+        assert bool(liveness.silent(0.6)) == (call >= 3)
+
+
 def test_the_time_of_a_value_begins_again_when_the_value_changes() -> None:
     lasting = Lasting(False)
     assert [lasting.seconds(now, now >= 2.0) for now in (0.0, 1.0, 2.0, 5.0)] == [0.0, 1.0, 0.0, 3.0]

@@ -52,7 +52,8 @@ class Participant:
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.losses = 0
         self.unheard = False
-        self._liveness: Liveness[Peer] = Liveness(address.heartbeat + STOPPED_FRACTION * address.timeout)
+        heartbeat = address.heartbeat
+        self._liveness: Liveness[Peer] = Liveness(heartbeat + STOPPED_FRACTION * address.timeout, heartbeat)
         self._sequence = 0
         self._taken_chunks: dict[int, int] = {}
 

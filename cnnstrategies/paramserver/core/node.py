@@ -69,6 +69,8 @@ class Liveness(Generic[Process]):
 
     Args:
         pause: If more seconds than this pass between two calls, this process was stopped meanwhile.
+        usual: Number of seconds of a pause that count as silence nevertheless. With 0, a process whose calls are always
+            late, as on an overloaded machine, would wait for a lost process without end.
 
     Attributes:
         now: The current time, in seconds, without the pauses.
@@ -76,17 +78,17 @@ class Liveness(Generic[Process]):
         runs: Whether the clock was started.
     """
 
-    def __init__(self, pause: float) -> None:
+    def __init__(self, pause: float, usual: float = 0.0) -> None:
         self.now = 0.0
         self.heard: dict[Process, float] = {}
         self.runs = False
-        self._pause = pause
+        self._pause, self._usual = pause, usual
         self._last = self._stopped = 0.0
 
     def pass_to(self, now: float) -> None:
         """Record the current time, which includes the pauses."""
         if self.runs and now - self._last > self._pause:
-            self._stopped += now - self._last
+            self._stopped += now - self._last - self._usual
         self._pass_to(now)
 
     def listen(self, now: float) -> None:
