@@ -14,13 +14,13 @@ from tests.zoo.modules import TORCHGEO, UNCERTAINTY
 from tests.zoo.networks import NETWORKS
 from tests.zoo.refusals import REFUSED
 from tests.zoo.trial import RESULTS, STRATEGIES
-from tests.zoo.vision_models import MODELS
+from tests.zoo.vision_models import DETR, MODELS
 
 PACKAGES = (
     *("torch", "lightning", "torchvision", "timm", "torchgeo", "lightly", "torch-uncertainty"),
     *("segmentation-models-pytorch", "pytorch-metric-learning", "monai", "transformers"),
 )
-TOTAL = sum(map(len, (NETWORKS, DETECTORS, TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY, MONAI, MODELS)))
+TOTAL = sum(map(len, (NETWORKS, DETECTORS, TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY, MONAI, MODELS, [DETR])))
 BEFORE = "on an earlier page"
 HEAD = """# The zoo
 

@@ -9,8 +9,11 @@ import torch.nn.functional as F
 import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.zoo.trial import CLASSES, Entry, images_and_labels, part_of, try_all
+
+DETR = "Detr"
 
 
 class Logits(LightningModule):
@@ -39,6 +42,49 @@ class OwnLoss(Logits):
         loss: Tensor = self.model(pixel_values=images, labels=targets).loss
         self.log("train_loss", loss)
         return loss
+
+
+class Detects(LightningModule):
+    """A module with a detector that computes its loss from boxes, as RF-DETR and other descendants of DETR do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        backbone = transformers.ResNetConfig(**RESNET, layer_type="basic", out_features=["stage2"])
+        layers = {f"{part}_{option}": 2 for part in ("encoder", "decoder") for option in ("layers", "attention_heads")}
+        widths = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "dropout": 0.0}
+        config = transformers.DetrConfig(
+            backbone_config=backbone, use_timm_backbone=False, num_labels=CLASSES, num_queries=6, **layers, **widths
+        )
+        self.model = transformers.DetrForObjectDetection(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, boxes = batch
+        loss: Tensor = self.model(pixel_values=images, labels=boxes).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3, momentum=0.9)
+
+
+def images_with_boxes() -> DataLoader[Any]:
+    """Return images with one box each. The loss divides by the number of boxes, so it is a mean over images."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        (
+            torch.rand(3, 32, 32, generator=generator),
+            {
+                "class_labels": torch.tensor([number % CLASSES]),
+                "boxes": torch.rand(1, 4, generator=generator) / 4 + 0.3,
+            },
+        )
+        for number in range(16)
+    ]
+    return DataLoader(rows, 8, collate_fn=collated)  # type: ignore[arg-type]  # a list is a data set
+
+
+def collated(rows: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    return torch.stack([image for image, _ in rows]), [boxes for _, boxes in rows]
 
 
 LAYERS: Mapping[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "image_size": 32}
@@ -81,10 +127,12 @@ def network(name: str) -> nn.Module:
 
 
 def model_entry(name: str) -> Entry:
+    if name == DETR:
+        return Entry(Detects, images_with_boxes, submodule="model.model.backbone")
     kind = OwnLoss if name == LABELS else Logits
     return Entry(lambda: kind(network(name)), lambda: images_and_labels(MODELS[name][1]))
 
 
-@pytest.mark.parametrize("name", part_of(MODELS))
+@pytest.mark.parametrize("name", part_of([*MODELS, DETR]))
 def test_models(name: str) -> None:
     try_all(f"transformers.{name}", model_entry(name))
